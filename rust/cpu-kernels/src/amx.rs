@@ -192,7 +192,7 @@ impl Arithmetic<u16, ROWS> for Amx {
                     true => self.turn_scores(bounds.num_rows, begin..end),
                     false => self.score(number, begin..end),
                 }
-                self.soften(how, (tiles.start, bounds), begin..end, header);
+                self.soften(how, tiles.start, bounds, begin..end, header);
                 self.weigh(begin..end);
                 self.give(bounds.num_rows, sums);
             }
@@ -295,12 +295,13 @@ impl Amx {
     fn soften(
         &mut self,
         how: How,
-        (start, bounds): (usize, &Bounds<ROWS>),
+        start: usize,
+        bounds: &Bounds<ROWS>,
         tiles: Range<usize>,
         header: &mut [[f32; ROWS]],
     ) {
         for row in 0..bounds.num_rows {
-            let largest = self.largest(how, (start, bounds), tiles.clone(), row);
+            let largest = self.largest(how, start, bounds, tiles.clone(), row);
             let (factor, reference) = measure(how, largest);
             let mut total = _mm512_setzero_ps();
             for tile in tiles.clone() {
@@ -325,7 +326,8 @@ impl Amx {
     fn largest(
         &mut self,
         how: How,
-        (start, bounds): (usize, &Bounds<ROWS>),
+        start: usize,
+        bounds: &Bounds<ROWS>,
         tiles: Range<usize>,
         row: usize,
     ) -> f32 {

@@ -14,7 +14,7 @@ use crate::job::{Job, Member, Task};
 use crate::step::{CacheShape, PART, Step, above_zero, same_length};
 use crate::stored::Stored;
 use crate::threads::Threads;
-use crate::write::{CopyRows, Rows, check_write};
+use crate::write::{CacheArrays, CopyRows, Rows, check_write};
 
 /// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
 const MOST_ROWS: usize = 64;
@@ -107,8 +107,6 @@ impl Attention {
     /// Writes a key `[kv_heads, dim_k]` and a value `[kv_heads, dim_v]` of each row into its slot,
     /// `block * block_size + offset`; -1: nowhere. One thread writes keys, another one values.
     ///
-    /// `rows` and `cache` are keys and values.
-    ///
     /// # Errors
     ///
     /// Arrays of the wrong length, or a slot beyond the cache: nothing is written then.
@@ -116,25 +114,26 @@ impl Attention {
         &self,
         shape: &CacheShape,
         slots: &[i64],
-        rows: (Rows<'_, E>, Rows<'_, E>),
-        cache: (&mut [C], &mut [C]),
+        key: Rows<'_, E>,
+        value: Rows<'_, E>,
+        cache: CacheArrays<'_, C>,
     ) -> Result<(), Error> {
-        check_write::<E, C>(shape, slots, rows, (cache.0.len(), cache.1.len()))?;
+        check_write(shape, slots, key, value, &cache)?;
         let copies = vec![
             CopyRows {
                 slots,
-                rows: rows.0,
+                rows: key,
                 dim: shape.dim_k,
-                cache: cache.0,
+                cache: cache.keys,
             },
             CopyRows {
                 slots,
-                rows: rows.1,
+                rows: value,
                 dim: shape.dim_v,
-                cache: cache.1,
+                cache: cache.values,
             },
         ];
-        let num_threads = match rows.0.len() * rows.0.width() > MANY {
+        let num_threads = match key.len() * key.width() > MANY {
             true => self.threads.count().min(2),
             false => 1,
         };

@@ -235,7 +235,7 @@ impl Bf16 {
         let rows = rows.zip(self.memory.weights.chunks_exact_mut(PER_ROW));
         for (lane, (scores, weights)) in rows.take(bounds.num_rows).enumerate() {
             let scores = &mut scores[tiles.start * HALVES..tiles.end * HALVES];
-            let largest = largest(how, scores, (start, tiles.start), (bounds, lane));
+            let largest = largest(how, scores, start, tiles.start, bounds, lane);
             let (reference, total) = soften(how, largest, scores, &mut weights[tiles.clone()]);
             header[0][lane] = reference;
             header[1][lane] = total;

@@ -231,7 +231,7 @@ impl Bf16Fma {
         let rows = self.memory.scores.chunks_exact_mut(HALVES * PER_ROW);
         for (lane, scores) in rows.take(bounds.num_rows).enumerate() {
             let scores = &mut scores[tiles.start * HALVES..tiles.end * HALVES];
-            let largest = largest(how, scores, (start, tiles.start), (bounds, lane));
+            let largest = largest(how, scores, start, tiles.start, bounds, lane);
             let (reference, total) = soften(how, largest, scores);
             header[0][lane] = reference;
             header[1][lane] = total;
@@ -447,7 +447,7 @@ mod tests {
         out
     }
 
-    fn compare(new: usize, (dim_k, dim_v): (usize, usize), window: Option<usize>) {
+    fn compare(new: usize, dim_k: usize, dim_v: usize, window: Option<usize>) {
         let (len, block_size, mut seed) = (700_usize, 16, 7_u32);
         let num_blocks = len.div_ceil(block_size);
         let mut numbers = |count: usize| -> Vec<u16> {
@@ -504,9 +504,9 @@ mod tests {
             return; // nothing to compare with
         }
         for new in [1, 2, 3, 20, 67] {
-            for dims in [(32, 16), (64, 64), (96, 48), (256, 256), (64, 112)] {
-                compare(new, dims, None);
-                compare(new, dims, Some(300));
+            for (dim_k, dim_v) in [(32, 16), (64, 64), (96, 48), (256, 256), (64, 112)] {
+                compare(new, dim_k, dim_v, None);
+                compare(new, dim_k, dim_v, Some(300));
             }
         }
     }

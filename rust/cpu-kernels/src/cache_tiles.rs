@@ -27,11 +27,11 @@ impl<'t, E> Tiles<'t, E> {
     #[inline(always)]
     pub(crate) fn of(
         job: &'t Job<'t, E>,
-        rows: (&'t [u32], &Range<usize>),
+        blocks: &'t [u32],
+        seen: &Range<usize>,
         kv_head: usize,
         part: usize,
     ) -> Self {
-        let (blocks, seen) = rows;
         let in_part = seen.start.max(part * PART)..seen.end.min((part + 1) * PART);
         let mut tiles = Self {
             job,

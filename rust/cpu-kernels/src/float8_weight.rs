@@ -30,7 +30,8 @@ impl Float8 {
         weight: &[u8],
         scales: &[f32],
         block: usize,
-        (in_features, out_features): (usize, usize),
+        in_features: usize,
+        out_features: usize,
     ) -> Result<Self, Error> {
         above_zero("in_features", in_features)?;
         above_zero("out_features", out_features)?;

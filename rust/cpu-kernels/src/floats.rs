@@ -392,11 +392,10 @@ fn weigh_rows<'w, V: Vector<LANES>, const R: usize, const N: usize, const SOME: 
     let weights: [&[f32; TILE]; R] = std::array::from_fn(weights);
     let mut first = 0;
     while first < per_row {
-        let sums = (&mut *sums, per_row, first);
         first += match (N, per_row - first) {
-            (4, 4..) => weigh_some::<V, R, 4, SOME>(&weights, values, sums),
-            (2.., 2..) => weigh_some::<V, R, 2, SOME>(&weights, values, sums),
-            _ => weigh_some::<V, R, 1, SOME>(&weights, values, sums),
+            (4, 4..) => weigh_some::<V, R, 4, SOME>(&weights, values, sums, per_row, first),
+            (2.., 2..) => weigh_some::<V, R, 2, SOME>(&weights, values, sums, per_row, first),
+            _ => weigh_some::<V, R, 1, SOME>(&weights, values, sums, per_row, first),
         };
     }
     R
@@ -407,7 +406,9 @@ fn weigh_rows<'w, V: Vector<LANES>, const R: usize, const N: usize, const SOME: 
 fn weigh_some<V: Vector<LANES>, const R: usize, const N: usize, const SOME: bool>(
     weights: &[&[f32; TILE]; R],
     (values, near): Seen<'_>,
-    (sums, per_row, first): (&mut [Lanes], usize, usize),
+    sums: &mut [Lanes],
+    per_row: usize,
+    first: usize,
 ) -> usize {
     let mut found = [[V::splat(0.0); N]; R];
     for row in 0..R {

@@ -241,13 +241,11 @@ impl Int8 {
         for ((queries, query_scales), scores) in groups {
             let scores = scores.chunks_mut(per_row);
             let scores = scores.map(|row| &mut row[tile * HALVES..][..HALVES]);
-            let queries = (queries, query_scales);
-            let keys = (keys, key_scales);
             match query_scales.len() {
-                1 => score::<1>(queries, keys, scores),
-                2 => score::<2>(queries, keys, scores),
-                3 => score::<3>(queries, keys, scores),
-                _ => score::<TOGETHER>(queries, keys, scores),
+                1 => score::<1>(queries, query_scales, keys, key_scales, scores),
+                2 => score::<2>(queries, query_scales, keys, key_scales, scores),
+                3 => score::<3>(queries, query_scales, keys, key_scales, scores),
+                _ => score::<TOGETHER>(queries, query_scales, keys, key_scales, scores),
             }
         }
     }
@@ -268,7 +266,7 @@ impl Int8 {
         let rows = rows.zip(self.memory.weights.chunks_exact_mut(PER_ROW));
         for (lane, (scores, weights)) in rows.take(bounds.num_rows).enumerate() {
             let scores = &mut scores[tiles.start * HALVES..tiles.end * HALVES];
-            let largest = largest(how, scores, (start, tiles.start), (bounds, lane));
+            let largest = largest(how, scores, start, tiles.start, bounds, lane);
             let (reference, total, largest_weight) = soften(how, largest, scores, scales);
             let (inverse, scale) = scales_for(largest_weight);
             for (weights, scores) in weights[tiles.clone()]
@@ -347,8 +345,10 @@ fn take_scales(heads: &[&[i8]; TILE], scales: &mut [Line<f32>]) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 #[inline]
 fn score<'s, const R: usize>(
-    (queries, query_scales): (&[[u32; 2]], &[f32]),
-    (keys, key_scales): (&[Line<u32>], &[Line<f32>]),
+    queries: &[[u32; 2]],
+    query_scales: &[f32],
+    keys: &[Line<u32>],
+    key_scales: &[Line<f32>],
     scores: impl Iterator<Item = &'s mut [Line<f32>]>,
 ) {
     let size = queries.len() / R;

@@ -100,7 +100,7 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
     let first_is_all = num_found == 0 && job.sinks.is_none();
     if !first_is_all {
         for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
-            rows.begin(job, kv_head, (found, run.count), sums);
+            rows.begin(job, kv_head, found, run.count, sums);
         }
     }
     // Heads lie side by side: what one reads of a part brings some of the next one's into the processor's cache.
@@ -227,7 +227,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
     ) where
         A: Arithmetic<E, L>,
     {
-        let tiles = Tiles::of(job, (self.blocks, &self.seen), kv_head, part);
+        let tiles = Tiles::of(job, self.blocks, &self.seen, kv_head, part);
         let how = (job.scaling, job.softcap);
         self.arithmetic.attend(how, &tiles, &self.vectors, states);
     }
@@ -238,7 +238,8 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         &self,
         job: &Job<'_, E>,
         kv_head: usize,
-        (found, count): (&[f32], usize),
+        found: &[f32],
+        count: usize,
         sums: &mut [[f32; L]],
     ) where
         A: Arithmetic<E, L>,
@@ -257,7 +258,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
                 if found.is_empty() {
                     continue;
                 }
-                gather(job, (found, count), row.place(job, kv_head), &mut own);
+                gather(job, found, count, row.place(job, kv_head), &mut own);
                 for (lanes, &float) in header.iter_mut().zip(&own) {
                     lanes[lane] = float;
                 }
@@ -297,7 +298,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
                 let sums = sums.as_flattened_mut().chunks_exact_mut(dim);
                 let rows = sums.zip(part.as_flattened().chunks_exact(dim));
                 for (row, (sums, part)) in rows.take(vector.num_rows).enumerate() {
-                    add(sums, part, (own[row], other[row]));
+                    add(sums, part, own[row], other[row]);
                 }
                 continue;
             }

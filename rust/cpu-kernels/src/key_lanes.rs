@@ -120,8 +120,10 @@ mod x86 {
     pub(crate) fn largest(
         how: How,
         scores: &mut [Line<f32>],
-        (start, first): (usize, usize),
-        (bounds, lane): (&Bounds<LANES>, usize),
+        start: usize,
+        first: usize,
+        bounds: &Bounds<LANES>,
+        lane: usize,
     ) -> f32 {
         let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
         let mut largest = nothing;

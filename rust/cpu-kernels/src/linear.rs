@@ -8,7 +8,7 @@ use crate::dispatch::Attend;
 use crate::divided::divided;
 use crate::error::Error;
 use crate::linear_task::Multiply;
-use crate::lines::WIDTH;
+use crate::lines::{Features, WIDTH};
 use crate::packed_weight::PackedWeight;
 use crate::product::Columns;
 use crate::step::same_length;
@@ -79,7 +79,8 @@ impl Attention {
     pub fn gated_linear<E: Attend>(
         &self,
         rows: &[E],
-        (gate, activation): (&PackedWeight, Activation),
+        gate: &PackedWeight,
+        activation: Activation,
         up: &PackedWeight,
         out: &mut [E],
     ) -> Result<(), Error> {
@@ -169,7 +170,7 @@ fn balanced(num_panels: usize, panels: usize, num_threads: usize) -> usize {
 
 /// Checks the numbers of elements of rows and of their products, for a weight of these features.
 pub(crate) fn check_rows(
-    (inputs, outputs): (usize, usize),
+    Features { inputs, outputs }: Features,
     rows: usize,
     out: usize,
 ) -> Result<(), Error> {
@@ -180,7 +181,7 @@ pub(crate) fn check_rows(
 }
 
 /// Checks that a gate has the features of the weight that it gates.
-pub(crate) fn check_gate(up: (usize, usize), gate: (usize, usize)) -> Result<(), Error> {
-    same_length("the inputs of gate", up.0, gate.0)?;
-    same_length("the outputs of gate", up.1, gate.1)
+pub(crate) fn check_gate(up: Features, gate: Features) -> Result<(), Error> {
+    same_length("the inputs of gate", up.inputs, gate.inputs)?;
+    same_length("the outputs of gate", up.outputs, gate.outputs)
 }

@@ -6,6 +6,13 @@ use crate::weight_memory::{Number, WeightMemory};
 /// Outputs of a panel: their weights for one input are a line of the processor's cache.
 pub(crate) const WIDTH: usize = 16;
 
+/// The size of a weight: elements of a row that is multiplied, and of a product.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Features {
+    pub(crate) inputs: usize,
+    pub(crate) outputs: usize,
+}
+
 /// The weights of a panel's outputs for one input, or for two in bfloat16: the first of them in the lower half.
 pub(crate) type Line<T> = [T; WIDTH];
 

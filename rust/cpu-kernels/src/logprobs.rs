@@ -79,18 +79,24 @@ impl Attention {
             let (logprobs, other_logprobs) = top_logprobs.split_at_mut(count);
             (top_ids, top_logprobs) = (other_ids, other_logprobs);
             let row = &logits[row * vocab_size..][..vocab_size];
-            tasks.push((row, token, out, (ids, logprobs)));
+            tasks.push((row, token, out, ids, logprobs));
         }
-        self.each_row(vocab_size, tasks, |(row, token, out, top), memory| {
-            let work = Report {
-                memory,
-                row,
-                token,
-                out,
-                top,
-            };
-            best_build(self.isa(), work);
-        });
+        self.each_row(
+            vocab_size,
+            tasks,
+            |(row, token, out, top_ids, top_logprobs), memory| {
+                let work = Report {
+                    memory,
+                    row,
+                    token,
+                    logprob: out.0,
+                    rank: out.1,
+                    top_ids,
+                    top_logprobs,
+                };
+                best_build(self.isa(), work);
+            },
+        );
         Ok(())
     }
 }
@@ -99,9 +105,10 @@ struct Report<'a, E> {
     memory: &'a mut Memory,
     row: &'a [E],
     token: usize,
-    /// The token's log-probability and rank.
-    out: (&'a mut f32, &'a mut i64),
-    top: (&'a mut [i64], &'a mut [f32]),
+    logprob: &'a mut f32,
+    rank: &'a mut i64,
+    top_ids: &'a mut [i64],
+    top_logprobs: &'a mut [f32],
 }
 
 impl<E: Element> InEachBuild for Report<'_, E> {
@@ -111,8 +118,10 @@ impl<E: Element> InEachBuild for Report<'_, E> {
             memory,
             row,
             token,
-            out,
-            top,
+            logprob: logprob_of_token,
+            rank,
+            top_ids,
+            top_logprobs,
         } = self;
         let peak = memory.groups.scan(row);
         let logarithm = match peak.is_finite() {
@@ -120,11 +129,11 @@ impl<E: Element> InEachBuild for Report<'_, E> {
             false => f64::from(peak), // infinite less infinite is no number
         };
         let logprob = |logit: E| (f64::from(logit.widen()) - logarithm) as f32;
-        *out.0 = logprob(row[token]);
-        *out.1 = 1 + num_ahead(row, token) as i64;
-        memory.take_top(row, peak, top.0);
-        for (logprob_of, &id) in top.1.iter_mut().zip(&*top.0) {
-            *logprob_of = logprob(row[id as usize]);
+        *logprob_of_token = logprob(row[token]);
+        *rank = 1 + num_ahead(row, token) as i64;
+        memory.take_top(row, peak, top_ids);
+        for (top_logprob, &id) in top_logprobs.iter_mut().zip(&*top_ids) {
+            *top_logprob = logprob(row[id as usize]);
         }
     }
 }

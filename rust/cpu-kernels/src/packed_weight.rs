@@ -3,7 +3,7 @@
 use crate::element::Element;
 use crate::error::Error;
 use crate::float8_weight::Float8;
-use crate::lines::{Lines, WIDTH};
+use crate::lines::{Features, Lines, WIDTH};
 use crate::step::{above_zero, same_length};
 
 /// The weight of a linear layer, copied into panels of 16 outputs. A weight whose numbers are all bfloat16, whatever
@@ -63,17 +63,20 @@ impl PackedWeight {
         weight: &[u8],
         scales: &[f32],
         block: usize,
-        (in_features, out_features): (usize, usize),
+        in_features: usize,
+        out_features: usize,
     ) -> Result<Self, Error> {
-        let float8 = Float8::pack(weight, scales, block, (in_features, out_features))?;
+        let float8 = Float8::pack(weight, scales, block, in_features, out_features)?;
         Ok(Self {
             panels: Panels::Bytes(float8),
         })
     }
 
-    /// Elements of a row that is multiplied, and of a product.
-    pub(crate) fn features(&self) -> (usize, usize) {
-        (self.in_features(), self.out_features())
+    pub(crate) fn features(&self) -> Features {
+        Features {
+            inputs: self.in_features(),
+            outputs: self.out_features(),
+        }
     }
 
     /// Elements of a row that is multiplied.

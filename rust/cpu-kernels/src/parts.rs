@@ -14,7 +14,7 @@ pub(crate) fn finish_rows<E: Element>(
 ) {
     let mut own = vec![0.0; state_len(job.shape.dim_v)];
     for (place, out) in out.chunks_exact_mut(job.shape.dim_v).enumerate() {
-        gather(job, (found, count), place, &mut own);
+        gather(job, found, count, place, &mut own);
         divide(&own[HEADER..], own[1], out);
     }
 }
@@ -23,7 +23,8 @@ pub(crate) fn finish_rows<E: Element>(
 #[inline(always)]
 pub(crate) fn gather<E>(
     job: &Job<'_, E>,
-    (found, count): (&[f32], usize),
+    found: &[f32],
+    count: usize,
     place: usize,
     own: &mut [f32],
 ) {
@@ -42,9 +43,9 @@ pub(crate) fn gather<E>(
 #[inline(always)]
 fn merge_row(sums: &mut [f32], part: &[f32]) {
     let now = larger(part[0], sums[0]);
-    let factors = (faded(sums[0], now), faded(part[0], now));
+    let (own, other) = (faded(sums[0], now), faded(part[0], now));
     sums[0] = now;
-    add(&mut sums[1..], &part[1..], factors);
+    add(&mut sums[1..], &part[1..], own, other);
 }
 
 /// How much what was weighed against `before` counts against `now`.
@@ -56,7 +57,7 @@ pub(crate) fn faded(before: f32, now: f32) -> f32 {
 
 /// `sums * own + part * other`.
 #[inline(always)]
-pub(crate) fn add(sums: &mut [f32], part: &[f32], (own, other): (f32, f32)) {
+pub(crate) fn add(sums: &mut [f32], part: &[f32], own: f32, other: f32) {
     for (sum, part) in sums.iter_mut().zip(part) {
         *sum = part.mul_add(other, *sum * own);
     }

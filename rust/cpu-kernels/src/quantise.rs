@@ -54,7 +54,9 @@ impl Attention {
         &self,
         weight: &[E],
         in_features: usize,
-        (codes, scales, zeros): (&mut [u8], &mut [f32], &mut [u8]),
+        codes: &mut [u8],
+        scales: &mut [f32],
+        zeros: &mut [u8],
     ) -> Result<(), Error> {
         let count = num_groups(weight.len(), in_features)?;
         same_length("codes", count * PAIRS, codes.len())?;
@@ -147,12 +149,12 @@ fn four_bits(group: &[f32; BLOCK], codes: &mut [u8; PAIRS]) -> (f32, u8) {
     let mut best = (f32::INFINITY, 0, 0.0, 0.0);
     for (at, (span, codes)) in SPANS.into_iter().zip(&mut tried).enumerate() {
         let scale = rounded((high - low) * span / LARGEST);
-        let zero = nearest(-low * span / scale, (0.0, LARGEST)) - ROUND;
+        let zero = nearest(-low * span / scale, 0.0, LARGEST) - ROUND;
         let mut errors = [0.0; LANES];
         let (parts, _) = group.as_chunks::<LANES>();
         for (floats, codes) in parts.iter().zip(codes.as_chunks_mut::<LANES>().0) {
             for lane in 0..LANES {
-                let shifted = nearest(floats[lane] / scale + zero, (0.0, LARGEST));
+                let shifted = nearest(floats[lane] / scale + zero, 0.0, LARGEST);
                 let error = (shifted - ROUND - zero) * scale - floats[lane];
                 errors[lane] += error * error;
                 codes[lane] = shifted.to_bits() as u8;
@@ -203,7 +205,7 @@ fn eight_bits(group: &[f32; BLOCK], block: &mut [u8; BYTES]) {
     let (scale, numbers) = block.split_at_mut(2);
     scale.copy_from_slice(&half.to_le_bytes());
     for (byte, float) in numbers.iter_mut().zip(group) {
-        let shifted = nearest(float / divisor, (-LARGEST_BYTE, LARGEST_BYTE));
+        let shifted = nearest(float / divisor, -LARGEST_BYTE, LARGEST_BYTE);
         *byte = shifted.to_bits() as u8;
     }
 }
@@ -229,9 +231,9 @@ fn least(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
 
 /// The nearest integer between two, plus [`ROUND`].
 #[inline(always)]
-fn nearest(float: f32, (least, most): (f32, f32)) -> f32 {
-    let float = if float > least { float } else { least };
-    let float = if float < most { float } else { most };
+fn nearest(float: f32, smallest: f32, largest: f32) -> f32 {
+    let float = if float > smallest { float } else { smallest };
+    let float = if float < largest { float } else { largest };
     float + ROUND
 }
 

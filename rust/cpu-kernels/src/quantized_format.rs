@@ -169,7 +169,8 @@ impl Kind {
     pub(crate) fn scale(
         self,
         record: &[u8],
-        (block, half): (usize, usize),
+        block: usize,
+        half: usize,
         output: usize,
     ) -> (f32, i32, f32) {
         let float = |first: usize| {
@@ -215,7 +216,8 @@ pub(crate) enum Offset {
 pub(crate) fn unpack(
     format: QuantizedFormat,
     data: &[u8],
-    (codes, record): (&mut [Codes], &mut [u8]),
+    codes: &mut [Codes],
+    record: &mut [u8],
     output: usize,
 ) -> bool {
     let mut is_finite = true;

@@ -109,7 +109,8 @@ impl Attention {
     pub fn quantized_gated_linear<E: Element>(
         &self,
         rows: &[E],
-        (gate, activation): (&QuantizedWeight, Activation),
+        gate: &QuantizedWeight,
+        activation: Activation,
         up: &QuantizedWeight,
         out: &mut [E],
     ) -> Result<(), Error> {
@@ -316,7 +317,7 @@ impl Multiply<'_> {
         #[cfg(target_arch = "x86_64")]
         if quantized_tiles::takes(self.isa, factor.weight, tiles) {
             let Factor { weight, blocks } = factor;
-            return quantized_tiles::add_tile_products(weight, panels, (tiles, blocks), sums);
+            return quantized_tiles::add_tile_products(weight, panels, tiles, blocks, sums);
         }
         Build::at(self.isa).run(Add {
             factor,
@@ -343,7 +344,7 @@ impl InIntegers for Add<'_> {
         for panel in self.panels {
             for tile in self.tiles {
                 let (sums, rest) = left.split_at_mut(tile.width);
-                add_products::<V, L>(weight, panel, (tile, blocks), sums);
+                add_products::<V, L>(weight, panel, tile, blocks, sums);
                 left = rest;
             }
         }

@@ -22,7 +22,8 @@ const AHEAD: usize = 2048;
 pub(crate) fn add_products<V: Dots<L>, const L: usize>(
     weight: &QuantizedWeight,
     panel: usize,
-    (tile, blocks): (&RowTile, RowBlocks<'_>),
+    tile: &RowTile,
+    blocks: RowBlocks<'_>,
     sums: &mut [[f32; WIDTH]],
 ) {
     let product = Product::<V, L> {
@@ -90,15 +91,15 @@ impl<V: Dots<L>, const L: usize> Product<'_, V, L> {
                     let sum = &mut sums[half];
                     *sum = match S::EACH {
                         1 => {
-                            let dot = dot::<V, L, C, 8>(&codes, (row, factors), 0);
+                            let dot = dot::<V, L, C, 8>(&codes, row, factors, 0);
                             let scaled = dot.multiply(scales[0]);
                             scaled.multiply_add(V::splat(factors.scale), *sum)
                         }
                         _ => {
                             let scale = V::splat(factors.scale);
-                            let first = dot::<V, L, C, 4>(&codes, (row, factors), 0);
+                            let first = dot::<V, L, C, 4>(&codes, row, factors, 0);
                             let first = first.multiply(scales[0]).multiply_add(scale, *sum);
-                            let second = dot::<V, L, C, 4>(&codes, (row, factors), 1);
+                            let second = dot::<V, L, C, 4>(&codes, row, factors, 1);
                             second.multiply(scales[1]).multiply_add(scale, first)
                         }
                     };
@@ -121,7 +122,8 @@ impl<V: Dots<L>, const L: usize> Product<'_, V, L> {
 #[inline(always)]
 fn dot<V: Dots<L>, const L: usize, C: Codes, const N: usize>(
     codes: &[V::Codes; 8],
-    (row, factors): (&Numbers, &Factors),
+    row: &Numbers,
+    factors: &Factors,
     part: usize,
 ) -> V {
     let codes = &codes[part * N..][..N];

@@ -97,7 +97,8 @@ pub(crate) fn takes(isa: Isa, weight: &QuantizedWeight, tiles: &[RowTile]) -> bo
 pub(crate) fn add_tile_products(
     weight: &QuantizedWeight,
     panels: Range<usize>,
-    (tiles, blocks): (&[RowTile], RowBlocks<'_>),
+    tiles: &[RowTile],
+    blocks: RowBlocks<'_>,
     sums: &mut [[f32; WIDTH]],
 ) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -147,7 +148,7 @@ impl InFormat for Panels<'_> {
                 {
                     let codes = &self.weight.codes(panel + at)[first * C::BYTES..];
                     let scales = PanelScales::of(self.weight, panel + at);
-                    unpack::<C, S>(codes, (&scales, first), offset, &mut unpacked[..count]);
+                    unpack::<C, S>(codes, &scales, first, offset, &mut unpacked[..count]);
                 }
                 let (next_panel, next_first) = match first + count < num_blocks {
                     true => (0, first + count),
@@ -222,7 +223,8 @@ fn shapes(width: usize, inputs: usize) -> [Shape; TILES] {
 #[inline(always)]
 fn unpack<C: Codes, S: Scales>(
     codes: &[u8],
-    (scales, first): (&PanelScales<'_>, usize),
+    scales: &PanelScales<'_>,
+    first: usize,
     offset: i8,
     unpacked: &mut [Block],
 ) {

@@ -3,7 +3,7 @@
 use crate::dots::widen_half;
 use crate::element::Element;
 use crate::error::Error;
-use crate::lines::WIDTH;
+use crate::lines::{Features, WIDTH};
 use crate::quantized_format::{
     BLOCK, Codes, Kind, QuantizedFormat, read_codes, unpack, write_codes,
 };
@@ -46,7 +46,7 @@ impl QuantizedWeight {
         same_length("data", expected.ok_or(Error::TooLarge)?, data.len())?;
         weight.fill(|output, number, codes, record, place| {
             let block = &data[output * row_bytes + number * bytes..][..bytes];
-            unpack(format, block, (codes, record), place)
+            unpack(format, block, codes, record, place)
         })?;
         Ok(weight)
     }
@@ -64,7 +64,8 @@ impl QuantizedWeight {
         scales: &[f32],
         zeros: Option<&[u8]>,
         group_size: usize,
-        (in_features, out_features): (usize, usize),
+        in_features: usize,
+        out_features: usize,
     ) -> Result<Self, Error> {
         if !GROUP_SIZES.contains(&group_size) {
             return Err(Error::GroupSize(group_size));
@@ -168,9 +169,11 @@ impl QuantizedWeight {
         Ok(())
     }
 
-    /// Elements of a row that is multiplied, and of a product.
-    pub(crate) fn features(&self) -> (usize, usize) {
-        (self.in_features(), self.out_features())
+    pub(crate) fn features(&self) -> Features {
+        Features {
+            inputs: self.in_features(),
+            outputs: self.out_features(),
+        }
     }
 
     /// Elements of a row that is multiplied.
@@ -231,7 +234,7 @@ impl QuantizedWeight {
                 let halves = codes.chunks_exact(BLOCK / 2);
                 for (half, (out, codes)) in out.chunks_exact_mut(BLOCK / 2).zip(halves).enumerate()
                 {
-                    let (scale, zero, minimum) = kind.scale(record, (block, half), place);
+                    let (scale, zero, minimum) = kind.scale(record, block, half, place);
                     for (out, &code) in out.iter_mut().zip(codes) {
                         let steps = (i32::from(code) - zero) as f32;
                         *out = E::narrow(steps * scale + minimum);

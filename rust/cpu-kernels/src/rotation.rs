@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::norm::sum_of_squares;
 use crate::step::{CacheShape, same_length};
 use crate::stored::Stored;
-use crate::write::{CopyRows, Rows, check_write};
+use crate::write::{CacheArrays, CopyRows, Rows, check_write};
 
 /// Numbers that a thread turns at a time, about, and beyond which threads share the work.
 const MANY: usize = 20_000;
@@ -46,6 +46,17 @@ pub struct HeadNorm<'a, E> {
     pub offset: f32,
 }
 
+/// The queries, keys and values of new tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct NewRows<'a, E> {
+    /// `[rows, heads, dim_k]`
+    pub query: Rows<'a, E>,
+    /// `[rows, kv_heads, dim_k]`
+    pub key: Rows<'a, E>,
+    /// `[rows, kv_heads, dim_v]`
+    pub value: Rows<'a, E>,
+}
+
 /// What is done to queries and keys; angles are of either format.
 #[derive(Clone, Copy, Debug)]
 pub struct Rotation<'a, E, A> {
@@ -66,17 +77,16 @@ impl Attention {
     /// # Errors
     ///
     /// Arrays that do not fit each other, or a slot beyond the cache: nothing is written then.
-    #[allow(clippy::too_many_arguments)]
     pub fn write_turned<E: Element, A: Element, C: Stored<E>>(
         &self,
         shape: &CacheShape,
         slots: &[i64],
-        (query, key, value): (Rows<'_, E>, Rows<'_, E>, Rows<'_, E>),
+        NewRows { query, key, value }: NewRows<'_, E>,
         rotation: &Rotation<'_, E, A>,
-        cache: (&mut [C], &mut [C]),
+        cache: CacheArrays<'_, C>,
         turned: &mut [E],
     ) -> Result<(), Error> {
-        check_write::<E, C>(shape, slots, (key, value), (cache.0.len(), cache.1.len()))?;
+        check_write(shape, slots, key, value, &cache)?;
         let heads = query.width() / shape.dim_k;
         let width = CacheShape::elements(1, heads, shape.dim_k)?;
         same_length("query", width, query.width())?;
@@ -92,12 +102,12 @@ impl Attention {
             weight: rotation.norm.map(|norm| norm.key),
         };
         let mut tasks = vec![
-            Task::Keys(of_keys, slots, cache.0),
+            Task::Keys(of_keys, slots, cache.keys),
             Task::Values(CopyRows {
                 slots,
                 rows: value,
                 dim: shape.dim_v,
-                cache: cache.1,
+                cache: cache.values,
             }),
         ];
         let each = (MANY / width.max(1)).max(1);
@@ -258,8 +268,8 @@ impl<E: Element, A: Element> Turning<'_, E, A> {
             let (turned, rest) = out.split_at_mut(layout.size);
             match layout.order {
                 Order::Halves => {
-                    let halves = x[..layout.size].split_at(half);
-                    turn_halves(halves, (c, s), turned.split_at_mut(half));
+                    let halves = x[..layout.size].split_at(half).into();
+                    turn_halves(halves, c, s, turned.split_at_mut(half).into());
                 }
                 Order::Pairs => {
                     let pairs = turned.as_chunks_mut::<2>().0.iter_mut();
@@ -280,9 +290,10 @@ impl<E: Element, A: Element> Turning<'_, E, A> {
 /// All of one length.
 #[inline(always)]
 fn turn_halves<E: Element>(
-    (first, second): (&[f32], &[f32]),
-    (c, s): (&[f32], &[f32]),
-    (low, high): (&mut [E], &mut [E]),
+    [first, second]: [&[f32]; 2],
+    c: &[f32],
+    s: &[f32],
+    [low, high]: [&mut [E]; 2],
 ) {
     let size = first.len();
     let (second, c, s) = (&second[..size], &c[..size], &s[..size]);

@@ -69,7 +69,8 @@ impl Attention {
     pub fn add_norm<E: Element>(
         &self,
         stream: &mut [E],
-        (change, scale): (&[E], f32),
+        change: &[E],
+        scale: f32,
         norm: &Norm<'_, E>,
         out: &mut [E],
     ) -> Result<(), Error> {

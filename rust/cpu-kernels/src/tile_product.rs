@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::{_mm256_loadu_si256, _mm256_storeu_si256};
 use std::cell::Cell;
+use std::ops::Range;
 
 use crate::activation::Activation;
 use crate::element::{Element, widen};
@@ -106,24 +107,24 @@ impl Part<'_> {
         }
         let (sums, gates) = memory.split_at_mut(half);
         for first in (0..size).step_by(block) {
-            let inputs = (first, size.min(first + block));
+            let inputs = first..size.min(first + block);
             for (number, panel) in (0..num_panels).step_by(step).enumerate() {
-                let panels = (panel, num_panels.min(panel + step));
+                let panels = panel..num_panels.min(panel + step);
                 let from = number * num_groups % kept * SUM_LINES;
                 let (sums, gates) = (&mut sums[from..], &mut gates[from..]);
                 if let Some((gate, _)) = gate {
                     for (group, gates) in gates.chunks_mut(SUM_LINES).take(num_groups).enumerate() {
-                        self.tile(gate, inputs, panels, (group, num_groups))
-                            .add(panels.1 - panel, gates);
+                        self.tile(gate, inputs.clone(), panels.clone(), group, num_groups)
+                            .add(panels.len(), gates);
                     }
                 }
                 for (group, out) in out.chunks_mut(GROUP).enumerate() {
                     let place = group * SUM_LINES..(group + 1) * SUM_LINES;
                     let sums = &mut sums[place.clone()];
-                    self.tile(weight, inputs, panels, (group, num_groups))
-                        .add(panels.1 - panel, sums);
-                    if inputs.1 == size {
-                        self.finish((sums, &gates[place]), panels, most, out);
+                    self.tile(weight, inputs.clone(), panels.clone(), group, num_groups)
+                        .add(panels.len(), sums);
+                    if inputs.end == size {
+                        self.finish(sums, &gates[place], panels.clone(), most, out);
                     }
                 }
             }
@@ -135,12 +136,13 @@ impl Part<'_> {
     #[inline(always)]
     fn finish(
         &self,
-        (sums, gates): (&[Line<f32>], &[Line<f32>]),
-        (panel, end): (usize, usize),
+        sums: &[Line<f32>],
+        gates: &[Line<f32>],
+        panels: Range<usize>,
         most: usize,
         out: &mut [&mut [u16]],
     ) {
-        for (number, column) in (panel..end).map(|it| it * lines::WIDTH).enumerate() {
+        for (number, column) in panels.map(|panel| panel * lines::WIDTH).enumerate() {
             let mut bias = [0.0; lines::WIDTH];
             if let Some(all) = self.product.bias {
                 widen(&all[self.first * lines::WIDTH + column..], &mut bias);
@@ -177,36 +179,37 @@ impl Part<'_> {
     fn tile<'t>(
         &'t self,
         weight: &'t Lines<u32>,
-        (first, end): (usize, usize),
-        (panel, panels_end): (usize, usize),
-        (group, num_groups): (usize, usize),
+        inputs: Range<usize>,
+        panels: Range<usize>,
+        group: usize,
+        num_groups: usize,
     ) -> Tile<'t> {
         let size = weight.in_features();
         let rows = &self.rows[group * GROUP * size..];
         let rows = &rows[..rows.len().min(GROUP * size)];
         let rows = [rows, &rows[rows.len().min(ROWS * size)..]];
-        let mut panels: [&[lines::Line<u32>]; SUMS] = [&[]; SUMS];
-        for (panels, number) in panels.iter_mut().zip(panel..panels_end) {
-            let lines = weight.panel(self.first + number);
-            *panels = &lines[first / 2..end.div_ceil(2)];
+        let mut lines: [&[lines::Line<u32>]; SUMS] = [&[]; SUMS];
+        for (lines, number) in lines.iter_mut().zip(panels.clone()) {
+            let panel = weight.panel(self.first + number);
+            *lines = &panel[inputs.start / 2..inputs.end.div_ceil(2)];
         }
         let each = ROWS.div_ceil(num_groups);
         Tile {
             rows,
             size,
-            first,
-            count: end - first,
-            panels,
+            first: inputs.start,
+            count: inputs.len(),
+            panels: lines,
             each,
             ahead: match num_groups {
                 1 => AHEAD,
                 _ => {
-                    let next = (panels_end - panel) * size_of_val(weight.panel(0));
-                    next + group * (end - first).div_ceil(WIDTH) * each * STRIDE
+                    let next = panels.len() * size_of_val(weight.panel(0));
+                    next + group * inputs.len().div_ceil(WIDTH) * each * STRIDE
                 }
             },
             beyond: match num_groups {
-                1 => (panels_end - panel - 1) * size_of_val(weight.panel(0)),
+                1 => (panels.len() - 1) * size_of_val(weight.panel(0)),
                 _ => 0,
             },
         }

@@ -55,16 +55,26 @@ impl<'a, E> Rows<'a, E> {
     }
 }
 
-/// Checks the arrays of [`Attention::write`](crate::Attention::write); `cache` are lengths.
+/// The keys and values of a cache.
+#[derive(Debug)]
+pub struct CacheArrays<'a, C> {
+    /// `[num_blocks, block_size, kv_heads, dim_k]`
+    pub keys: &'a mut [C],
+    /// `[num_blocks, block_size, kv_heads, dim_v]`
+    pub values: &'a mut [C],
+}
+
+/// Checks the arrays of [`Attention::write`](crate::Attention::write).
 pub(crate) fn check_write<E, C: Stored<E>>(
     shape: &CacheShape,
     slots: &[i64],
-    rows: (Rows<'_, E>, Rows<'_, E>),
-    cache: (usize, usize),
+    key: Rows<'_, E>,
+    value: Rows<'_, E>,
+    cache: &CacheArrays<'_, C>,
 ) -> Result<(), Error> {
-    shape.check(cache.0, cache.1, C::width)?;
+    shape.check(cache.keys.len(), cache.values.len(), C::width)?;
     let num_slots = shape.num_slots()?;
-    for (name, rows, dim) in [("key", rows.0, shape.dim_k), ("value", rows.1, shape.dim_v)] {
+    for (name, rows, dim) in [("key", key, shape.dim_k), ("value", value, shape.dim_v)] {
         let expected = CacheShape::elements(slots.len(), shape.kv_heads, dim)?;
         same_length(name, expected, rows.count * rows.width)?;
         same_length(name, slots.len(), rows.count)?;

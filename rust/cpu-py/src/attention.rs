@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use cpu_kernels::{
-    Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step, Stored,
+    Attention, CacheArrays, CacheShape, NewRows, Options, Query, Rows, Sequences, SharedPrefixes,
+    Step, Stored,
 };
 use forks::Own;
 use pyo3::buffer::{Element, PyBuffer};
@@ -383,11 +384,11 @@ impl Call<'_, '_> {
         let query = any_array::<T>("query", query, 3)?;
         let heads = query.shape()[1];
         let (key, value) = (any_array("key", key, 3)?, any_array("value", value, 3)?);
-        let new = (
-            rows("query", &query)?,
-            rows("key", &key)?,
-            rows("value", &value)?,
-        );
+        let new = NewRows {
+            query: rows("query", &query)?,
+            key: rows("key", &key)?,
+            value: rows("value", &value)?,
+        };
         let rotation = self.rotation.map(Turning::<T>::new).transpose()?;
         let mut out = writable("out", self.out, 3)?;
         let mut tensors = lock(tensors)?;
@@ -398,7 +399,10 @@ impl Call<'_, '_> {
         }
         apart_from(("out", &out), &read, self.sinks, rotation.as_ref())?;
         apart(("out", &out), &[("keys", keys), ("values", values)])?;
-        let cache = (unique_slice(keys), unique_slice(values));
+        let cache = CacheArrays {
+            keys: unique_slice(keys),
+            values: unique_slice(values),
+        };
         let work = Work {
             attention: self.attention,
             step: self.step,
@@ -449,23 +453,26 @@ struct Work<'a> {
 impl Work<'_> {
     fn run<T: Element + cpu_kernels::Attend, C: Stored<T>>(
         &self,
-        (query, key, value): (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
+        new: NewRows<'_, T>,
         rotation: Option<&Turning<T>>,
-        (keys, values): (&mut [C], &mut [C]),
+        CacheArrays { keys, values }: CacheArrays<'_, C>,
         out: &mut [T],
     ) -> Result<(), cpu_kernels::Error> {
         let (attention, step, shape) = (self.attention, self.step, self.shape);
-        let cache = (&mut *keys, &mut *values);
+        let cache = CacheArrays {
+            keys: &mut *keys,
+            values: &mut *values,
+        };
+        let query = new.query;
         let scratch;
         let rows = match rotation {
             None => {
-                attention.write(shape, &step.slots, (key, value), cache)?;
+                attention.write(shape, &step.slots, new.key, new.value, cache)?;
                 query
             }
             Some(rotation) => {
                 let mut turned = attention.scratch(query.len() * query.width());
-                let new = (query, key, value);
-                rotation.write(attention, (shape, &step.slots), new, cache, &mut turned)?;
+                rotation.write(attention, shape, &step.slots, new, cache, &mut turned)?;
                 scratch = turned;
                 Rows::new(&scratch, query.len(), query.width(), query.width())?
             }

@@ -8,7 +8,7 @@ use crate::attention::CpuAttention;
 use crate::errors::{no_weight, raise_attention};
 use crate::float_arrays::{array, is_of};
 use crate::memory::shared_slice;
-use crate::weights::{gather, multiply, multiply_gated};
+use crate::weights::{Arrays, gather, multiply, multiply_gated};
 
 /// A copy of a linear layer's weight, `[out_features, in_features]` and C-contiguous, in the layout that its
 /// products read: float32, or bfloat16 passed as uint16. A float32 weight whose values are all bfloat16 is kept in
@@ -64,7 +64,7 @@ impl PackedWeight {
         }
         let (bytes, scales) = (shared_slice(&bytes), shared_slice(&scales));
         let packed = py.detach(|| {
-            cpu_kernels::PackedWeight::pack_float8(bytes, scales, block, (inputs, outputs))
+            cpu_kernels::PackedWeight::pack_float8(bytes, scales, block, inputs, outputs)
         });
         Ok(Self {
             weight: packed.map_err(no_weight)?,
@@ -78,7 +78,7 @@ impl PackedWeight {
         outputs: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        gather(py, &self.weight, (outputs, out))
+        gather(py, &self.weight, outputs, out)
     }
 
     /// Length of a row of the input.
@@ -103,7 +103,7 @@ impl PackedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        multiply(py, threads, &self.weight, (rows, out), bias)
+        multiply(py, threads, &self.weight, Arrays { rows, out }, bias)
     }
 
     /// Writes `activation(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
@@ -120,8 +120,9 @@ impl PackedWeight {
         out: &Bound<'_, PyAny>,
         activation: &str,
     ) -> PyResult<()> {
-        let gate = (&gate.weight, activation);
-        multiply_gated(py, threads, gate, &self.weight, (rows, out))
+        let arrays = Arrays { rows, out };
+        let (gate, up) = (&gate.weight, &self.weight);
+        multiply_gated(py, threads, gate, activation, up, arrays)
     }
 }
 

@@ -75,12 +75,12 @@ fn groups_as<T: Element + cpu_kernels::Element>(
     apart(("zeros", &zeros), &[("weight", &weight)])?;
     let attention = threads.attention()?;
     let weight = shared_slice(&weight);
-    let found = (
+    let (codes, scales, zeros) = (
         unique_slice(&mut codes),
         unique_slice(&mut scales),
         unique_slice(&mut zeros),
     );
-    py.detach(|| attention.quantise_groups(weight, inputs, found))
+    py.detach(|| attention.quantise_groups(weight, inputs, codes, scales, zeros))
         .map_err(raise_attention)
 }
 

@@ -8,7 +8,7 @@ use crate::attention::CpuAttention;
 use crate::errors::no_weight;
 use crate::float_arrays::array;
 use crate::memory::shared_slice;
-use crate::weights::{gather, multiply, multiply_gated};
+use crate::weights::{Arrays, gather, multiply, multiply_gated};
 
 /// A linear layer's weight of few bits, copied once into the layout that its products read; it is never expanded.
 ///
@@ -89,9 +89,11 @@ impl QuantizedWeight {
         }
         let zeros = zeros.as_ref().map(shared_slice);
         let (codes, scales) = (shared_slice(&codes), shared_slice(&scales));
-        let shape = (shape[1], shape[0]);
         let weight = py.detach(|| {
-            cpu_kernels::QuantizedWeight::from_groups(codes, scales, zeros, group_size, shape)
+            let [outputs, inputs] = shape;
+            cpu_kernels::QuantizedWeight::from_groups(
+                codes, scales, zeros, group_size, inputs, outputs,
+            )
         });
         Ok(Self {
             weight: weight.map_err(no_weight)?,
@@ -139,7 +141,7 @@ impl QuantizedWeight {
         outputs: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        gather(py, &self.weight, (outputs, out))
+        gather(py, &self.weight, outputs, out)
     }
 
     /// Writes `rows` times the transposed weight, plus `bias`, float32 `[out_features]`, to `out`.
@@ -152,7 +154,7 @@ impl QuantizedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        multiply(py, threads, &self.weight, (rows, out), bias)
+        multiply(py, threads, &self.weight, Arrays { rows, out }, bias)
     }
 
     /// Writes `activation(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape. Both products are float32.
@@ -169,7 +171,8 @@ impl QuantizedWeight {
         out: &Bound<'_, PyAny>,
         activation: &str,
     ) -> PyResult<()> {
-        let gate = (&gate.weight, activation);
-        multiply_gated(py, threads, gate, &self.weight, (rows, out))
+        let arrays = Arrays { rows, out };
+        let (gate, up) = (&gate.weight, &self.weight);
+        multiply_gated(py, threads, gate, activation, up, arrays)
     }
 }

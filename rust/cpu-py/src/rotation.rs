@@ -1,6 +1,8 @@
 //! How queries and keys are turned before they attend, as Python says it.
 
-use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows, Stored};
+use cpu_kernels::{
+    Attention, CacheArrays, CacheShape, Error, HeadNorm, Layout, NewRows, Order, Rotation, Stored,
+};
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
@@ -75,9 +77,10 @@ impl<T: Element + cpu_kernels::Element> Turning<T> {
     pub(crate) fn write<C: Stored<T>>(
         &self,
         attention: &Attention,
-        (shape, slots): (&CacheShape, &[i64]),
-        rows: (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
-        cache: (&mut [C], &mut [C]),
+        shape: &CacheShape,
+        slots: &[i64],
+        rows: NewRows<'_, T>,
+        cache: CacheArrays<'_, C>,
         turned: &mut [T],
     ) -> Result<(), Error> {
         match &self.angles {

@@ -96,19 +96,20 @@ fn add_norm(
     norm: NormArguments<'_>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let arrays = (stream, change, out);
     match is_of::<u16>(stream) {
-        true => add_norm_as::<u16>(py, threads, arrays, scale, &norm),
-        false => add_norm_as::<f32>(py, threads, arrays, scale, &norm),
+        true => add_norm_as::<u16>(py, threads, stream, change, scale, &norm, out),
+        false => add_norm_as::<f32>(py, threads, stream, change, scale, &norm, out),
     }
 }
 
 fn add_norm_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
-    (stream, change, out): (&Bound<'_, PyAny>, &Bound<'_, PyAny>, &Bound<'_, PyAny>),
+    stream: &Bound<'_, PyAny>,
+    change: &Bound<'_, PyAny>,
     scale: f32,
     norm: &NormArguments<'_>,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let (mut stream, mut out) = (
         writable::<T>("stream", stream, 2)?,
@@ -124,9 +125,9 @@ fn add_norm_as<T: Element + cpu_kernels::Element>(
     vectors.apart(("stream", &stream))?;
     let norm = vectors.norm(stream.shape()[1]);
     let attention = threads.attention()?;
-    let change = (shared_slice(&change), scale);
+    let change = shared_slice(&change);
     let (stream, out) = (unique_slice(&mut stream), unique_slice(&mut out));
-    py.detach(|| attention.add_norm(stream, change, &norm, out))
+    py.detach(|| attention.add_norm(stream, change, scale, &norm, out))
         .map_err(raise_attention)
 }
 
@@ -140,16 +141,17 @@ fn norm_rows(
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     match is_of::<u16>(rows) {
-        true => norm_as::<u16>(py, threads, (rows, out), &norm),
-        false => norm_as::<f32>(py, threads, (rows, out), &norm),
+        true => norm_as::<u16>(py, threads, rows, &norm, out),
+        false => norm_as::<f32>(py, threads, rows, &norm, out),
     }
 }
 
 fn norm_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
-    (rows, out): (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
+    rows: &Bound<'_, PyAny>,
     norm: &NormArguments<'_>,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
     same_shape(("rows", &rows), ("out", &out))?;
@@ -173,15 +175,16 @@ fn add_rows(
     scale: f32,
 ) -> PyResult<()> {
     match is_of::<u16>(sums) {
-        true => add_as::<u16>(py, threads, (sums, addends), scale),
-        false => add_as::<f32>(py, threads, (sums, addends), scale),
+        true => add_as::<u16>(py, threads, sums, addends, scale),
+        false => add_as::<f32>(py, threads, sums, addends, scale),
     }
 }
 
 fn add_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
-    (sums, addends): (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
+    sums: &Bound<'_, PyAny>,
+    addends: &Bound<'_, PyAny>,
     scale: f32,
 ) -> PyResult<()> {
     let mut sums = writable::<T>("sums", sums, 2)?;
@@ -215,16 +218,17 @@ fn map_rows(
         name => Map::Activation(activation_of(name)?),
     };
     match is_of::<u16>(rows) {
-        true => map_as::<u16>(py, threads, (rows, out), map),
-        false => map_as::<f32>(py, threads, (rows, out), map),
+        true => map_as::<u16>(py, threads, rows, map, out),
+        false => map_as::<f32>(py, threads, rows, map, out),
     }
 }
 
 fn map_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
-    (rows, out): (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
+    rows: &Bound<'_, PyAny>,
     map: Map,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
     same_shape(("rows", &rows), ("out", &out))?;
@@ -255,16 +259,17 @@ fn gate_rows(
         None => Gate::Activation(activation_of(activation)?),
     };
     match is_of::<u16>(rows) {
-        true => gate_as::<u16>(py, threads, (rows, out), gate),
-        false => gate_as::<f32>(py, threads, (rows, out), gate),
+        true => gate_as::<u16>(py, threads, rows, gate, out),
+        false => gate_as::<f32>(py, threads, rows, gate, out),
     }
 }
 
 fn gate_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
-    (rows, out): (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
+    rows: &Bound<'_, PyAny>,
     gate: Gate,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
     let (shape, size) = (rows.shape(), out.shape()[1]);

@@ -35,7 +35,8 @@ pub(crate) trait Weight: Sync {
         &self,
         attention: &Attention,
         rows: &[T],
-        gate: (&Self, Activation),
+        gate: &Self,
+        activation: Activation,
         out: &mut [T],
     ) -> Result<(), Error>;
 }
@@ -65,10 +66,11 @@ impl Weight for PackedWeight {
         &self,
         attention: &Attention,
         rows: &[T],
-        gate: (&Self, Activation),
+        gate: &Self,
+        activation: Activation,
         out: &mut [T],
     ) -> Result<(), Error> {
-        attention.gated_linear(rows, gate, self, out)
+        attention.gated_linear(rows, gate, activation, self, out)
     }
 }
 
@@ -97,21 +99,31 @@ impl Weight for QuantizedWeight {
         &self,
         attention: &Attention,
         rows: &[T],
-        gate: (&Self, Activation),
+        gate: &Self,
+        activation: Activation,
         out: &mut [T],
     ) -> Result<(), Error> {
-        attention.quantized_gated_linear(rows, gate, self, out)
+        attention.quantized_gated_linear(rows, gate, activation, self, out)
     }
 }
 
-/// Rows of the input or numbers of outputs, and the array to be written.
-type Arrays<'a, 'py> = (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>);
+/// The rows of the input, and the array for the products.
+#[derive(Clone, Copy)]
+pub(crate) struct Arrays<'a, 'py> {
+    pub(crate) rows: &'a Bound<'py, PyAny>,
+    pub(crate) out: &'a Bound<'py, PyAny>,
+}
 
 /// [`Weight::gather`] with arrays of float32, or of bfloat16 as uint16.
-pub(crate) fn gather(py: Python<'_>, weight: &impl Weight, arrays: Arrays<'_, '_>) -> PyResult<()> {
-    match is_of::<u16>(arrays.1) {
-        true => gather_as::<u16>(py, weight, arrays),
-        false => gather_as::<f32>(py, weight, arrays),
+pub(crate) fn gather(
+    py: Python<'_>,
+    weight: &impl Weight,
+    outputs: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    match is_of::<u16>(out) {
+        true => gather_as::<u16>(py, weight, outputs, out),
+        false => gather_as::<f32>(py, weight, outputs, out),
     }
 }
 
@@ -123,7 +135,7 @@ pub(crate) fn multiply(
     arrays: Arrays<'_, '_>,
     bias: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
-    match is_of::<u16>(arrays.0) {
+    match is_of::<u16>(arrays.rows) {
         true => multiply_as::<u16, _>(py, threads, weight, arrays, bias),
         false => multiply_as::<f32, _>(py, threads, weight, arrays, bias),
     }
@@ -133,14 +145,15 @@ pub(crate) fn multiply(
 pub(crate) fn multiply_gated<W: Weight>(
     py: Python<'_>,
     threads: &CpuAttention,
-    (gate, activation): (&W, &str),
+    gate: &W,
+    activation: &str,
     up: &W,
     arrays: Arrays<'_, '_>,
 ) -> PyResult<()> {
-    let gate = (gate, activation_of(activation)?);
-    match is_of::<u16>(arrays.0) {
-        true => multiply_gated_as::<u16, _>(py, threads, gate, up, arrays),
-        false => multiply_gated_as::<f32, _>(py, threads, gate, up, arrays),
+    let activation = activation_of(activation)?;
+    match is_of::<u16>(arrays.rows) {
+        true => multiply_gated_as::<u16, _>(py, threads, gate, activation, up, arrays),
+        false => multiply_gated_as::<f32, _>(py, threads, gate, activation, up, arrays),
     }
 }
 
@@ -156,7 +169,8 @@ pub(crate) fn activation_of(name: &str) -> PyResult<Activation> {
 fn gather_as<T: Element + Attend>(
     py: Python<'_>,
     weight: &impl Weight,
-    (outputs, out): Arrays<'_, '_>,
+    outputs: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let outputs = array::<i64>("outputs", outputs, 1)?;
     let mut out = writable::<T>("out", out, 2)?;
@@ -178,7 +192,7 @@ fn multiply_as<T: Element + Attend, W: Weight>(
     py: Python<'_>,
     threads: &CpuAttention,
     weight: &W,
-    (rows, out): Arrays<'_, '_>,
+    Arrays { rows, out }: Arrays<'_, '_>,
     bias: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
@@ -199,16 +213,17 @@ fn multiply_as<T: Element + Attend, W: Weight>(
 fn multiply_gated_as<T: Element + Attend, W: Weight>(
     py: Python<'_>,
     threads: &CpuAttention,
-    gate: (&W, Activation),
+    gate: &W,
+    activation: Activation,
     up: &W,
-    (rows, out): Arrays<'_, '_>,
+    Arrays { rows, out }: Arrays<'_, '_>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
     check_shapes(up, rows.shape(), out.shape())?;
     apart(("out", &out), &[("rows", &rows)])?;
     let (rows, out) = (shared_slice(&rows), unique_slice(&mut out));
     let attention = threads.attention()?;
-    py.detach(|| up.multiply_gated(attention, rows, gate, out))
+    py.detach(|| up.multiply_gated(attention, rows, gate, activation, out))
         .map_err(raise_attention)
 }
 

@@ -63,7 +63,7 @@ impl Layer {
             in_features,
             out_features,
             weight: (0..bytes.len()).map(weight).collect(),
-            packed: PackedWeight::pack_float8(&bytes, &scales, block, (in_features, out_features))
+            packed: PackedWeight::pack_float8(&bytes, &scales, block, in_features, out_features)
                 .expect("it fits"),
             bias: floats(out_features, seed + 1),
         }
@@ -127,7 +127,8 @@ fn a_row_has_the_same_bits_everywhere(isa: Isa) {
             attention
                 .gated_linear(
                     rows,
-                    (&gate.packed, Activation::Silu),
+                    &gate.packed,
+                    Activation::Silu,
                     &layer.packed,
                     &mut gated,
                 )
@@ -166,8 +167,9 @@ fn rows_of_the_weight_come_back() {
 }
 
 fn what_does_not_fit_is_refused() {
-    let pack = |bytes: &[u8], scales: &[f32], block, shape| {
-        PackedWeight::pack_float8(bytes, scales, block, shape).expect_err("it does not fit")
+    let pack = |bytes: &[u8], scales: &[f32], block, (inputs, outputs)| {
+        PackedWeight::pack_float8(bytes, scales, block, inputs, outputs)
+            .expect_err("it does not fit")
     };
     let (bytes, scales) = ([0x38; 24], [1.0; 6]);
     for (bytes, scales, block, shape) in [

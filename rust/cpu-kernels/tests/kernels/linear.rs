@@ -216,7 +216,7 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
                 let gated = Activation::ALL.map(|activation| {
                     let mut gated = vec![f32::NAN; count * out_features];
                     attention
-                        .gated_linear(&rows, (gate, activation), up, &mut gated)
+                        .gated_linear(&rows, gate, activation, up, &mut gated)
                         .expect("it fits");
                     bits(&gated)
                 });
@@ -253,7 +253,7 @@ fn check_gates(isa: Isa, activation: Activation) {
                 .collect();
             let mut found = vec![f32::NAN; count * out_features];
             attention
-                .gated_linear(&rows, (&gate.packed, activation), &up.packed, &mut found)
+                .gated_linear(&rows, &gate.packed, activation, &up.packed, &mut found)
                 .expect("it fits");
             let gates = gate.multiply(&attention, &rows, false);
             let ups = up.multiply(&attention, &rows, false);
@@ -321,7 +321,8 @@ fn a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads(isa: Is
             attention
                 .gated_linear(
                     rows,
-                    (&gate.packed, Activation::Silu),
+                    &gate.packed,
+                    Activation::Silu,
                     &layer.packed,
                     &mut gated,
                 )
@@ -395,7 +396,7 @@ fn a_gate_of_bfloat16_is_the_activation_of_its_product(isa: Isa) {
         let rows = halves(&floats(count * 300, 3));
         let mut found = vec![u16::MAX; count * 33];
         attention
-            .gated_linear(&rows, (&gate.packed, activation), &up.packed, &mut found)
+            .gated_linear(&rows, &gate.packed, activation, &up.packed, &mut found)
             .expect("it fits");
         let rows = widened(&rows);
         for ((&found, (gate, _)), (up, _)) in found
@@ -463,7 +464,8 @@ fn what_does_not_fit_is_refused() {
     }
     let found = attention.gated_linear(
         &[1.0; 6],
-        (&other.packed, Activation::Silu),
+        &other.packed,
+        Activation::Silu,
         &layer.packed,
         &mut out,
     );

@@ -2,8 +2,8 @@
 
 use crate::levels::{FLOATS, HALVES, Tests, all, check};
 use cpu_kernels::{
-    Attend, Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes,
-    Step, Stored,
+    Attend, Attention, CacheArrays, CacheShape, Element, Isa, Options, Query, Rows, Sequences,
+    SharedPrefixes, Step, Stored,
 };
 use proptest::prelude::*;
 
@@ -110,8 +110,12 @@ impl World {
             let width = kv_heads * dim;
             Rows::new(&floats[at], num_slots, width, width).expect("it fits")
         });
+        let cache = CacheArrays {
+            keys: &mut keys[..],
+            values: &mut values[..],
+        };
         attention
-            .write(&self.shape, &slots, (key, value), (&mut keys, &mut values))
+            .write(&self.shape, &slots, key, value, cache)
             .expect("it fits");
         (keys, values)
     }
@@ -346,12 +350,16 @@ fn world(
         let widths = (shape.kv_heads * shape.dim_k, shape.kv_heads * shape.dim_v);
         let keys = numbers.floats(len * widths.0);
         let values = numbers.floats(len * widths.1);
-        let cache = (&mut world.keys[..], &mut world.values[..]);
+        let cache = CacheArrays {
+            keys: &mut world.keys[..],
+            values: &mut world.values[..],
+        };
         attention
             .write(
                 &shape,
                 &slots,
-                (dense(&keys, len, widths.0), dense(&values, len, widths.1)),
+                dense(&keys, len, widths.0),
+                dense(&values, len, widths.1),
                 cache,
             )
             .expect("it fits");

@@ -22,7 +22,7 @@ fn groups<E: Element>(attention: &Attention, weight: &[E], inputs: usize) -> Gro
     let (mut codes, mut scales, mut zeros) =
         (vec![9; count * 16], vec![7.0; count], vec![8; count]);
     attention
-        .quantise_groups(weight, inputs, (&mut codes, &mut scales, &mut zeros))
+        .quantise_groups(weight, inputs, &mut codes, &mut scales, &mut zeros)
         .expect("it fits");
     Groups(
         codes,
@@ -201,8 +201,8 @@ fn numbers_that_are_not_finite_give_such_scales(isa: Isa) {
             output: 1,
             input: 0,
         };
-        let shape = (2 * GROUP, 3);
-        let refused = QuantizedWeight::from_groups(&codes, &scales, Some(&zeros), GROUP, shape);
+        let zeros = Some(&zeros[..]);
+        let refused = QuantizedWeight::from_groups(&codes, &scales, zeros, GROUP, 2 * GROUP, 3);
         assert_eq!(refused.expect_err("a scale is not finite"), expected);
         let blocks = blocks(&attention, &weight, 2 * GROUP);
         let refused = QuantizedWeight::pack(QuantizedFormat::Q8_0, &blocks, 2 * GROUP, 3);
@@ -224,8 +224,8 @@ fn what_does_not_fit_is_refused() {
     ] {
         let [mut codes, mut zeros] = [vec![7; sizes[0]], vec![7; sizes[2]]];
         let mut scales = vec![7.0; sizes[1]];
-        let found = (&mut codes[..], &mut scales[..], &mut zeros[..]);
-        let error = attention.quantise_groups(&weight[..length], inputs, found);
+        let weight = &weight[..length];
+        let error = attention.quantise_groups(weight, inputs, &mut codes, &mut scales, &mut zeros);
         let is_inputs = matches!(error, Err(Error::Inputs { .. }));
         assert_eq!(is_inputs, inputs % GROUP != 0 || inputs == 0, "{error:?}");
         assert!(is_inputs || matches!(error, Err(Error::Length { .. })));

@@ -187,7 +187,14 @@ impl Layer {
             })
             .collect();
         let zeros: Vec<u8> = scales.iter().map(|_| random.bits() as u8 % 17).collect();
-        let shape = (in_features, out_features);
+        let weight = QuantizedWeight::from_groups(
+            &codes,
+            &scales,
+            Some(&zeros),
+            size,
+            in_features,
+            out_features,
+        );
         let value = |at: usize| {
             let code = codes[at / 2] >> (at % 2 * 4) & 15;
             (f64::from(code) - f64::from(zeros[at / size])) * f64::from(scales[at / size])
@@ -195,8 +202,7 @@ impl Layer {
         Self {
             in_features,
             out_features,
-            weight: QuantizedWeight::from_groups(&codes, &scales, Some(&zeros), size, shape)
-                .expect("it fits"),
+            weight: weight.expect("it fits"),
             floats: (0..in_features * out_features).map(value).collect(),
             bias: random.floats(out_features),
         }
@@ -310,7 +316,8 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
                     attention
                         .quantized_gated_linear(
                             &rows,
-                            (&layer.weight, activation),
+                            &layer.weight,
+                            activation,
                             &other.weight,
                             &mut gated,
                         )
@@ -451,8 +458,8 @@ fn what_does_not_fit_is_refused() {
     };
     assert_eq!(pack(F::Mxfp4, &data, 64, 3).err(), Some(expected));
     let data = Random(1).blocks(F::Q4K, 6);
-    let groups = |codes: &[u8], scales: &[f32], size, shape| {
-        QuantizedWeight::from_groups(codes, scales, None, size, shape).err()
+    let groups = |codes: &[u8], scales: &[f32], size, (inputs, outputs)| {
+        QuantizedWeight::from_groups(codes, scales, None, size, inputs, outputs).err()
     };
     assert_eq!(groups(&[0; 64], &[1.0; 4], 32, (64, 2)), None);
     for (size, shape) in [
@@ -485,7 +492,7 @@ fn what_does_not_fit_is_refused() {
     }
     let other = pack(F::Q4K, &data, 256, 6).expect("it fits");
     let found =
-        attention.quantized_gated_linear(&rows, (&other, Activation::Silu), &weight, &mut out);
+        attention.quantized_gated_linear(&rows, &other, Activation::Silu, &weight, &mut out);
     assert!(matches!(found, Err(Error::Length { .. })));
     assert_eq!(out, [7.0; 6]);
 }

@@ -4,7 +4,8 @@ use crate::levels::Tests;
 use std::path::Path;
 
 use cpu_kernels::{
-    Attention, CacheShape, Error, Options, Query, Rows, Sequences, SharedPrefixes, Step,
+    Attention, CacheArrays, CacheShape, Error, Options, Query, Rows, Sequences, SharedPrefixes,
+    Step,
 };
 
 const SHAPE: CacheShape = CacheShape {
@@ -262,8 +263,12 @@ fn writing() {
         let found = Attention::new(2).expect("there are threads").write(
             &SHAPE,
             slots,
-            (dense(&keys, slots.len()), dense(&values, slots.len())),
-            (&mut cache_k, &mut cache_v),
+            dense(&keys, slots.len()),
+            dense(&values, slots.len()),
+            CacheArrays {
+                keys: &mut cache_k[..],
+                values: &mut cache_v[..],
+            },
         );
         (found, cache_k, cache_v)
     };

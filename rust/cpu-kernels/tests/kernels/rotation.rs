@@ -2,7 +2,8 @@
 
 use crate::levels::{Tests, all, check};
 use cpu_kernels::{
-    Attend, Attention, CacheShape, Element, Error, HeadNorm, Isa, Layout, Order, Rotation, Rows,
+    Attend, Attention, CacheArrays, CacheShape, Element, Error, HeadNorm, Isa, Layout, NewRows,
+    Order, Rotation, Rows,
 };
 use proptest::prelude::*;
 
@@ -61,13 +62,14 @@ impl World {
         let (count, stride) = (self.slots.len(), self.stride());
         let memory: Vec<E> = narrow(&floats(count * stride, 0));
         let mut first = 0;
-        let rows = self.widths().map(|width| {
+        let [query, key, value] = self.widths().map(|width| {
             let end = (count - 1) * stride + width;
             let rows = Rows::new(&memory[first..first + end], count, width, stride);
             first += width;
             rows.expect("it fits")
         });
         let [cos, sin] = self.angles().map(|angles| narrow::<A>(&angles));
+        let new = NewRows { query, key, value };
         let [query, key] = self.weights().map(|weights| narrow::<E>(&weights));
         let rotation = Rotation {
             cos: &cos,
@@ -89,9 +91,12 @@ impl World {
             .write_turned(
                 &self.shape,
                 &self.slots,
-                rows.into(),
+                new,
                 &rotation,
-                (&mut keys, &mut values),
+                CacheArrays {
+                    keys: &mut keys[..],
+                    values: &mut values[..],
+                },
                 &mut turned,
             )
             .expect("it fits");
@@ -261,12 +266,15 @@ fn what_does_not_fit_is_refused() {
         let dense = |memory| Rows::new(memory, 2, memory.len() / 2, memory.len() / 2);
         let (mut keys, mut values) = (vec![7.0; 16], vec![7.0; 8]);
         let mut turned: Vec<f32> = vec![7.0; turned];
-        let rows = (
-            dense(&query).expect("it fits"),
-            dense(&key).expect("it fits"),
-            dense(&value).expect("it fits"),
-        );
-        let cache = (&mut keys[..], &mut values[..]);
+        let rows = NewRows {
+            query: dense(&query).expect("it fits"),
+            key: dense(&key).expect("it fits"),
+            value: dense(&value).expect("it fits"),
+        };
+        let cache = CacheArrays {
+            keys: &mut keys[..],
+            values: &mut values[..],
+        };
         let found = attention.write_turned(&shape, &[0, 1], rows, &rotation, cache, &mut turned);
         let untouched = keys
             .iter()

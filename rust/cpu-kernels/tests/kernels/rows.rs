@@ -104,7 +104,7 @@ fn check_norms<E: Element>(isa: Isa) {
                 let mut sums = stream[part.clone()].to_vec();
                 let mut out = vec![E::narrow(f32::NAN); sums.len()];
                 attention
-                    .add_norm(&mut sums, (&change[part], 0.5), &norm, &mut out)
+                    .add_norm(&mut sums, &change[part], 0.5, &norm, &mut out)
                     .expect("it fits");
                 let mut again = out.clone();
                 attention.norm(&sums, &norm, &mut again).expect("it fits");
@@ -263,11 +263,11 @@ fn what_does_not_fit_is_refused() {
         norm(2, None, Some(&vector)),
     ] {
         refused(attention.norm(&[1.0; 6], &norm, &mut out));
-        refused(attention.add_norm(&mut stream, (&[1.0; 6], 1.0), &norm, &mut out));
+        refused(attention.add_norm(&mut stream, &[1.0; 6], 1.0, &norm, &mut out));
     }
     let fits = norm(3, Some(&vector), Some(&vector));
-    refused(attention.add_norm(&mut stream, (&[1.0; 3], 1.0), &fits, &mut out));
-    refused(attention.add_norm(&mut stream, (&[1.0; 6], 1.0), &fits, &mut out[..3]));
+    refused(attention.add_norm(&mut stream, &[1.0; 3], 1.0, &fits, &mut out));
+    refused(attention.add_norm(&mut stream, &[1.0; 6], 1.0, &fits, &mut out[..3]));
     refused(attention.norm(&[1.0; 3], &fits, &mut out));
     refused(attention.add(&mut stream, &[1.0; 5], 1.0));
     refused(attention.map(&[1.0; 5], Map::Sigmoid, &mut out));

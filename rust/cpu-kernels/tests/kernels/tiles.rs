@@ -93,7 +93,8 @@ fn gates_have_the_bits_of_their_products(isa: Isa) {
             attention
                 .gated_linear(
                     &rows,
-                    (&gate_packed, Activation::Relu),
+                    &gate_packed,
+                    Activation::Relu,
                     &up_packed,
                     &mut found,
                 )
