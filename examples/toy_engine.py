@@ -57,7 +57,7 @@ class ToyEngine:
             waiting.append(running.pop(index))
             self.num_preemptions += 1
         while waiting and plan.num_sequences < MAX_SEQUENCES:
-            answer = plan.prefill(waiting[0], BUDGET, reserve=0)
+            answer = plan.prefill(waiting[0], BUDGET, spare_blocks=0)
             if not isinstance(answer, Prefilled) or not answer.samples:
                 break  # too few blocks, no budget, or a chunk: the rest comes later
             running.append(waiting.pop(0))

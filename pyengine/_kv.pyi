@@ -603,7 +603,7 @@ class StepPlan:
         sequence: Sequence,
         max_tokens: int,
         *,
-        reserve: int | None = None,
+        spare_blocks: int | None = None,
         replay: int | None = None,
     ) -> Prefilled | NoRoom | NoBudget | Loading: ...
     def cancel(self, sequence: Sequence) -> list[int]: ...

@@ -152,7 +152,7 @@ class SimReplica:
             request = self.waiting[0]
             assert request.sequence is not None
             answer = plan.prefill(
-                request.sequence, budget, reserve=math.ceil(request.output / self.block_size)
+                request.sequence, budget, spare_blocks=math.ceil(request.output / self.block_size)
             )
             if not isinstance(answer, Prefilled):
                 break

@@ -430,7 +430,7 @@ class Scheduler:
         bound = sequence.request.max_chunk - step.num_bounded
         most = int(min(self.limits.max_num_batched_tokens, bound))
         replay = min(self._replay, most)
-        return step.plan.prefill(sequence.kv, most, reserve=reserve, replay=replay or None)
+        return step.plan.prefill(sequence.kv, most, spare_blocks=reserve, replay=replay or None)
 
     def _give_way(self, num_blocks: int) -> bool:
         """Release prefixes that are kept if possible, for so many blocks; True if there were any.

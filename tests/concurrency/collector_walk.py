@@ -146,7 +146,7 @@ def walk_plan(walk: Walk, keep: Sequence) -> None:
     walk(plan, "decode", [keep])
     walk(plan, "decode", (keep,))
     walk(plan, "prefill", fork, 64)
-    walk(plan, "prefill", manager.sequence(range(9000)), 64, reserve=0)
+    walk(plan, "prefill", manager.sequence(range(9000)), 64, spare_blocks=0)
     walk(plan, "draft", [keep], [2, 3], [2])
     walk(plan, "speculate", single, [2, 3])
     for name in ("num_tokens", "num_sequences", "num_samples", "budget_left", "is_open"):

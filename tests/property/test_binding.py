@@ -384,16 +384,16 @@ class Binding(RuleBasedStateMachine):
         self.commit(sampled)
 
     @precondition(lambda self: self.evictable_sequences())
-    @rule(pick=PICK, most=st.integers(0, 20), reserve=st.sampled_from([None, None, 0, 2]))
-    def prefill(self, pick: int, most: int, reserve: int | None) -> None:
+    @rule(pick=PICK, most=st.integers(0, 20), spare=st.sampled_from([None, None, 0, 2]))
+    def prefill(self, pick: int, most: int, spare: int | None) -> None:
         candidates = self.evictable_sequences()
-        self.plan_prefill(candidates[pick % len(candidates)], most, reserve)
+        self.plan_prefill(candidates[pick % len(candidates)], most, spare)
 
-    def plan_prefill(self, expected: ExpectedSequence, most: int, reserve: int | None) -> None:
+    def plan_prefill(self, expected: ExpectedSequence, most: int, spare: int | None) -> None:
         plan = self.begun(40)
         before, left = (expected.computed, expected.table), plan.budget_left
         copied = len(plan.copies())
-        answer = plan.prefill(expected.handle, most, reserve=reserve)
+        answer = plan.prefill(expected.handle, most, spare_blocks=spare)
         copies_added = plan.copies()[copied:]
         self.sources += [source for source, _ in copies_added]  # held until the plan is closed
         if isinstance(answer, Prefilled):

@@ -104,7 +104,7 @@ class Ours(Manager):
     def admit(self, request: Sequence, budget: int) -> int | None:
         """The step knows its budget; a chunk is put back, because whole prompts are asked for."""
         assert self.step is not None
-        answer = self.step.prefill(request, budget, reserve=0)
+        answer = self.step.prefill(request, budget, spare_blocks=0)
         if not isinstance(answer, Prefilled):
             return None
         if not answer.samples:

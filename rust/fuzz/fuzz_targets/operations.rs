@@ -7,7 +7,7 @@
 mod model;
 
 use arbitrary::{Result, Unstructured};
-use kv_core::Config;
+use kv_core::{Config, PrefillRequest};
 use libfuzzer_sys::fuzz_target;
 use model::op::Op;
 use model::world::World;
@@ -70,12 +70,14 @@ fn op(u: &mut Unstructured) -> Result<Op> {
         9 => Op::Append(at(u)?, u.arbitrary()?),
         10 => Op::DropPin(at(u)?),
         11 | 12 => Op::Begin(u.int_in_range(0..=64)?),
-        13 | 14 => Op::Prefill {
-            seq: at(u)?,
-            max_tokens: u.int_in_range(0..=64)?,
-            reserve: u.int_in_range(0..=7_usize)?.checked_sub(4),
-            replay: u.int_in_range(0..=11_usize)?.saturating_sub(8),
-        },
+        13 | 14 => Op::Prefill(
+            at(u)?,
+            PrefillRequest {
+                max_tokens: u.int_in_range(0..=64)?,
+                spare_blocks: u.int_in_range(0..=7_usize)?.checked_sub(4),
+                replay: u.int_in_range(0..=11_usize)?.saturating_sub(8),
+            },
+        ),
         15 | 16 => Op::Decode(
             u.arbitrary()?,
             u.int_in_range(0..=11_usize)?.saturating_sub(6),

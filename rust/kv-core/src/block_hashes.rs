@@ -4,7 +4,6 @@
 //! an insertion or removal compares one cache line, without a search whose end cannot be predicted. Two hashes with
 //! equal stored bits count as equal, once in 2^32 comparisons: that block has no hash.
 
-#[path = "block_hashes/check.rs"]
 mod check;
 
 use std::collections::{HashSet, TryReserveError};

@@ -77,7 +77,7 @@ calls! {
     /// [`BlockManager::speculate`](crate::BlockManager::speculate)
     speculate Speculate { plan: u64, sequence: u64, drafts: Vec<u32> }
     /// [`BlockManager::prefill`](crate::BlockManager::prefill)
-    prefill Prefill { plan: u64, sequence: u64, max_tokens: usize, reserve: Option<usize>, replay: usize }
+    prefill Prefill { plan: u64, sequence: u64, max_tokens: usize, spare_blocks: Option<usize>, replay: usize }
     /// [`BlockManager::cancel`](crate::BlockManager::cancel)
     cancel Cancel { plan: u64, sequence: u64 }
     /// [`BlockManager::commit_accepted`](crate::BlockManager::commit_accepted); no counts: one token each

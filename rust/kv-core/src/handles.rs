@@ -296,23 +296,39 @@ pub struct Pin {
     /// Its number, if it was granted while recording. Then the manager releases the blocks, so that a replay
     /// can do so between the same operations.
     serial: Option<u64>,
-    /// The blocks that a token after the prefix reads.
-    table: BlockTable,
+    blocks: PrefixBlocks,
     num_blocks: usize,
-    end: NodePosition,
     num_tokens: usize,
 }
 
+/// The blocks of a cached prefix.
+#[derive(Debug)]
+pub(crate) struct PrefixBlocks {
+    /// Those that a token after the prefix reads.
+    pub(crate) table: BlockTable,
+    /// The end of the prefix; `NONE` if it is empty, and for blocks that are not cached.
+    pub(crate) end: NodePosition,
+}
+
+impl PrefixBlocks {
+    /// The blocks of an empty prefix.
+    pub(crate) fn none(groups: usize) -> Self {
+        Self {
+            table: BlockTable::new(groups),
+            end: NodePosition::NONE,
+        }
+    }
+}
+
 impl Pin {
-    /// Adds a reference to each block of `table`. Called by the manager, under its lock.
+    /// Adds a reference to each of these blocks. Called by the manager, under its lock.
     pub(crate) fn new(
         shared: &Arc<Shared>,
         serial: Option<u64>,
-        table: BlockTable,
-        end: NodePosition,
+        blocks: PrefixBlocks,
         num_tokens: usize,
     ) -> Self {
-        let num_blocks = table.len();
+        let (table, num_blocks) = (&blocks.table, blocks.table.len());
         let (ceiling, floor) = (&shared.pin_refs_ceiling, &shared.pin_refs_floor);
         ceiling.fetch_add(num_blocks, Ordering::AcqRel);
         table.blocks().for_each(|block| shared.hold(block));
@@ -320,16 +336,15 @@ impl Pin {
         Self {
             shared: Arc::clone(shared),
             serial,
-            table,
+            blocks,
             num_blocks,
-            end,
             num_tokens,
         }
     }
 
     /// The pinned blocks, first to last; of each block of tokens those of all layer groups.
     pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
-        self.table.blocks()
+        self.blocks.table.blocks()
     }
 
     /// How many blocks it pins.
@@ -338,7 +353,7 @@ impl Pin {
     }
 
     pub(crate) fn table(&self) -> &BlockTable {
-        &self.table
+        &self.blocks.table
     }
 
     /// Tokens covered: a multiple of the block size.
@@ -355,7 +370,7 @@ impl Pin {
     }
 
     pub(crate) fn end(&self) -> Option<NodePosition> {
-        self.end.some()
+        self.blocks.end.some()
     }
 }
 

@@ -97,8 +97,8 @@ pub use ids::{BlockId, PlanKey, SeqKey, TransferKey};
 pub use manager::{BlockManager, SequenceView};
 pub use stats::{BlockState, PoolSnapshot, PoolUsage, SnapshotNode, Stats};
 pub use step::{
-    Extend, IntArray, PlanView, Prefill, PrefixArrays, Remapping, SharedPrefix, SharedPrefixes,
-    StepArrays, TableRows,
+    Extend, IntArray, PlanView, Prefill, PrefillRequest, PrefixArrays, Remapping, SharedPrefix,
+    SharedPrefixes, StepArrays, TableRows,
 };
 pub use transfers::Reserve;
 

@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::events::{Event, Evicted};
 use crate::explain::{Explanation, Miss};
-use crate::handles::{Deferred, Pin, PlanHandle, SeqHandle, Shared};
+use crate::handles::{Deferred, Pin, PlanHandle, PrefixBlocks, SeqHandle, Shared};
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
 use crate::pool::Pool;
@@ -264,11 +264,8 @@ impl BlockManager {
     pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Pin, Error> {
         self.drain_deferred();
         check_namespace(namespace)?;
-        let found = match self.state.pool.tree().root(namespace) {
-            Some(root) => self.state.match_prefix(tokens, root),
-            None => self.state.no_pin(),
-        };
-        Ok(self.grant(found, || Call::match_prefix(tokens, namespace)))
+        let blocks = self.state.match_prefix(tokens, namespace);
+        Ok(self.grant(blocks, || Call::match_prefix(tokens, namespace)))
     }
 
     /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no block
@@ -285,19 +282,15 @@ impl BlockManager {
     /// block that a later token reads. The pin may be empty.
     pub fn pin(&mut self, key: SeqKey) -> Result<Pin, Error> {
         self.drain_deferred();
-        let found = self.state.pin_on(key)?;
-        Ok(self.grant(found, || Call::pin(key.id)))
+        let blocks = self.state.ready_prefix(key)?;
+        Ok(self.grant(blocks, || Call::pin(key.id)))
     }
 
-    /// A pin on these blocks. Those of a prefix, which leads to `end`, may be queued.
-    fn grant(
-        &mut self,
-        (table, end): (BlockTable, NodePosition),
-        call: impl FnOnce() -> Call,
-    ) -> Pin {
+    /// A pin on these blocks. Cached ones may be queued.
+    fn grant(&mut self, blocks: PrefixBlocks, call: impl FnOnce() -> Call) -> Pin {
         let mut num_tokens = 0;
-        if end != NodePosition::NONE {
-            let pool = &mut self.state.pool;
+        if blocks.end != NodePosition::NONE {
+            let (pool, table) = (&mut self.state.pool, &blocks.table);
             table.blocks().for_each(|block| pool.take_out(block));
             num_tokens = table.rows() * self.config.block_size;
         }
@@ -305,7 +298,7 @@ impl BlockManager {
             self.pins_recorded += 1;
             self.pins_recorded
         });
-        let pin = Pin::new(&self.shared, serial, table, end, num_tokens);
+        let pin = Pin::new(&self.shared, serial, blocks, num_tokens);
         report(&mut self.recorder, call, &pin);
         pin
     }
@@ -487,8 +480,9 @@ impl BlockManager {
         self.drain_deferred();
         let (blocks, evicted) = self.state.pool.evict_next(num_blocks);
         let table = BlockTable::of_blocks(self.state.groups.len(), blocks);
+        let end = NodePosition::NONE;
         let call = || Call::evict(num_blocks);
-        let pin = self.grant((table, NodePosition::NONE), call);
+        let pin = self.grant(PrefixBlocks { table, end }, call);
         (evicted, pin)
     }
 }
@@ -554,8 +548,7 @@ impl BlockManager {
         counts: &[usize],
     ) -> Result<Vec<usize>, Error> {
         let call = || Call::draft(plan.serial, ids(sequences), drafts, counts);
-        let given = (drafts, counts);
-        self.run(call, |state| state.draft(plan, sequences, given))
+        self.run(call, |state| state.draft(plan, sequences, drafts, counts))
     }
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
@@ -570,20 +563,25 @@ impl BlockManager {
     /// is at least an eighth of a block and the pool has room for both. The copies are among
     /// [`BlockManager::copies`].
     ///
-    /// `reserve: None` requires the blocks of this step's tokens. `Some(n)` requires blocks for all known tokens and
-    /// `n` to spare, and allocates those of this step.
+    /// It allocates the blocks of this step's tokens. With `spare_blocks` it requires blocks for all known tokens, and
+    /// so many to spare.
     pub fn prefill(
         &mut self,
         plan: PlanKey,
         key: SeqKey,
         max_tokens: usize,
-        reserve: Option<usize>,
+        spare_blocks: Option<usize>,
     ) -> Result<Prefill, Error> {
-        self.prefill_again(plan, key, (max_tokens, reserve), 0)
+        let request = PrefillRequest {
+            max_tokens,
+            spare_blocks,
+            replay: 0,
+        };
+        self.prefill_again(plan, key, request)
     }
 
     /// As [`BlockManager::prefill`], for callers that need the hidden states of the last cached tokens: computes from
-    /// `replay` tokens before the end of the cached ones, all in this step.
+    /// [`PrefillRequest::replay`] tokens before the end of the cached ones, all in this step.
     ///
     /// Replayed tokens are charged, and their KV is not written again (slot -1). A full hit is a replay of one token.
     /// With sliding windows, a match must include the windows of the replayed tokens.
@@ -594,15 +592,16 @@ impl BlockManager {
         &mut self,
         plan: PlanKey,
         key: SeqKey,
-        (max_tokens, reserve): (usize, Option<usize>),
-        replay: usize,
+        request: PrefillRequest,
     ) -> Result<Prefill, Error> {
-        let request = PrefillRequest {
-            max_tokens,
-            reserve,
-            replay,
+        let call = || {
+            let PrefillRequest {
+                max_tokens,
+                spare_blocks,
+                replay,
+            } = request;
+            Call::prefill(plan.serial, key.id, max_tokens, spare_blocks, replay)
         };
-        let call = || Call::prefill(plan.serial, key.id, max_tokens, reserve, replay);
         self.run(call, |state| state.prefill(plan, key, request))
     }
 

@@ -3,13 +3,9 @@
 //! Every block that gains or loses a holder or a cached prefix goes through here: only the pool changes counters,
 //! queue and tree together.
 
-#[path = "pool/check.rs"]
 mod check;
-#[path = "pool/explain.rs"]
 mod explain;
-#[path = "pool/loading.rs"]
 mod loading;
-#[path = "pool/restate.rs"]
 mod restate;
 
 use std::collections::TryReserveError;
@@ -22,8 +18,9 @@ use crate::groups::Groups;
 use crate::handles::Shared;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeId, NodePosition};
-use crate::queue::{BlockMeta, FreeQueue, List};
+use crate::queue::{BlockMeta, Counts, FreeQueue, List};
 use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
+use crate::sequence::Registered;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
 
@@ -216,14 +213,14 @@ impl Pool {
     /// All references of a block.
     #[inline]
     pub(crate) fn refs(&self, block: BlockId) -> u32 {
-        let [seq_refs, plan_pins] = self.queue.meta(block).counts();
-        seq_refs + plan_pins + self.shared.pin_refs_of(block)
+        let counts = self.queue.meta(block).counts();
+        counts.seq_refs + counts.plan_pins + self.shared.pin_refs_of(block)
     }
 
     /// Live sequences whose table contains the block.
     #[inline]
     pub(crate) fn seq_refs(&self, block: BlockId) -> u32 {
-        self.queue.meta(block).counts()[0]
+        self.queue.meta(block).counts().seq_refs
     }
 
     /// The cached block that a block id holds.
@@ -258,18 +255,18 @@ impl Pool {
         self.tree.blocks(cached).all(|block| self.is_ready(block))
     }
 
-    /// Finds the longest cached continuation of the first `from.1` rows of `tokens`, which end at `from.0`.
+    /// Finds the longest cached continuation of a registered prefix of `tokens`.
     pub(crate) fn find_match(
         &mut self,
         found: &mut Match,
         groups: &Groups,
         tokens: &[u32],
-        from: (NodePosition, usize),
+        prefix: Registered,
         purpose: Purpose,
     ) {
         let (queue, open) = (&self.queue, self.open);
         let is_ready = |block: BlockId| open.are_done_with(queue.meta(block));
-        let (tree, (last, rows)) = (&mut self.tree, from);
+        let (tree, last, rows) = (&mut self.tree, prefix.last, prefix.rows());
         match purpose {
             Purpose::Read => {
                 found.begin(last, 0);
@@ -282,26 +279,24 @@ impl Pool {
         }
     }
 
-    /// The block after `position` that agrees with most of `tokens`, with at least `least`, and is ready in every
-    /// layer group; and how many.
+    /// The block after `position` with the longest prefix in common with `tokens`, of at least `min_tokens`, that is
+    /// ready in every layer group; and the length of that prefix.
     pub(crate) fn longest_partial_match(
         &self,
         position: NodePosition,
         tokens: &[u32],
-        least: usize,
+        min_tokens: usize,
     ) -> Option<(NodePosition, usize)> {
-        self.tree.longest_partial_match(
-            position,
-            tokens,
-            (least, MAX_COMPARED_CHILDREN),
-            |candidate| {
-                let mut groups = 0..self.tree.groups();
-                groups.all(|group| {
-                    let block = self.tree.block(candidate, group);
-                    block.is_some_and(|block| self.is_ready(block))
-                })
-            },
-        )
+        let is_ready = |candidate| {
+            let mut groups = 0..self.tree.groups();
+            groups.all(|group| {
+                let block = self.tree.block(candidate, group);
+                block.is_some_and(|block| self.is_ready(block))
+            })
+        };
+        let max_children = MAX_COMPARED_CHILDREN;
+        self.tree
+            .longest_partial_match(position, tokens, min_tokens, max_children, is_ready)
     }
 
     /// The block that follows `position` with exactly these tokens.
@@ -371,11 +366,12 @@ impl Pool {
         let (mut queue, shared) = (self.queue.begin_push(), &self.shared);
         let (mut inactive, has_pins) = (0, shared.has_pins());
         for &block in blocks.iter().rev() {
-            let [seq_refs, plan_pins] = queue.meta_mut(block).counts_mut();
+            let meta = queue.meta_mut(block);
+            let seq_refs = meta.seq_refs_mut();
             *seq_refs -= 1;
             if *seq_refs == 0 {
                 inactive += 1;
-                if *plan_pins == 0 && !(has_pins && shared.pin_refs_of(block) > 0) {
+                if *meta.plan_pins_mut() == 0 && !(has_pins && shared.pin_refs_of(block) > 0) {
                     queue.push(block);
                 }
             }
@@ -395,7 +391,7 @@ impl Pool {
         let mut queue = self.queue.begin_push();
         for &block in blocks {
             let meta = queue.meta_mut(block);
-            let held = meta.counts() != [0; 2] || self.shared.pin_refs_of(block) > 0;
+            let held = meta.counts() != Counts::default() || self.shared.pin_refs_of(block) > 0;
             if !held && !meta.is_queued() {
                 queue.push(block);
             }
@@ -411,12 +407,12 @@ impl Pool {
 
     /// Pins a block for a plan that reads it, whoever else releases it.
     pub(crate) fn pin(&mut self, block: BlockId) {
-        self.queue.meta_mut(block).counts_mut()[1] += 1;
+        *self.queue.meta_mut(block).plan_pins_mut() += 1;
     }
 
     /// Ends a plan's pin.
     pub(crate) fn unpin(&mut self, block: BlockId) {
-        self.queue.meta_mut(block).counts_mut()[1] -= 1;
+        *self.queue.meta_mut(block).plan_pins_mut() -= 1;
         self.enqueue_unused(&[block]);
     }
 
@@ -504,7 +500,7 @@ impl Pool {
         let mut taken = Vec::new();
         self.take_victims(count.min(evictable), &mut taken);
         for &block in &taken {
-            *self.queue.meta_mut(block).counts_mut() = [0; 2];
+            *self.queue.meta_mut(block).seq_refs_mut() = 0;
         }
         let evicted = std::mem::replace(&mut self.evicted, kept);
         (taken, evicted.unwrap_or_default())
@@ -744,7 +740,7 @@ impl Pool {
 /// Adds a table entry; 1 if it is the block's first one.
 #[inline]
 fn hold(meta: &mut BlockMeta) -> usize {
-    let [seq_refs, _] = meta.counts_mut();
+    let seq_refs = meta.seq_refs_mut();
     *seq_refs += 1;
     usize::from(*seq_refs == 1)
 }

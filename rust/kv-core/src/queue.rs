@@ -8,7 +8,6 @@
 //! Free blocks are allocated first, then evictable ones from the list that the eviction policy chooses. Every
 //! operation is O(1) and allocates nothing.
 
-#[path = "queue/check.rs"]
 mod check;
 
 use crate::ids::BlockId;
@@ -34,9 +33,7 @@ impl List {
 #[derive(Clone, Copy, Default)]
 #[repr(align(16))]
 pub(crate) struct BlockMeta {
-    /// In the queue: the blocks before and after it. Else two counts: live sequences whose table contains it, and
-    /// open plans and transfers that hold it.
-    pair: [u32; 2],
+    numbers: LinkOrCounts,
     /// The step that computes the cached block, or has computed it; of a loading block, its transfer.
     pub(crate) step: u32,
     /// The layer group for which it is cached.
@@ -49,6 +46,22 @@ pub(crate) struct BlockMeta {
 }
 
 const _: () = assert!(size_of::<BlockMeta>() == 16);
+
+/// The link of a queued block, the counts of any other one.
+#[derive(Clone, Copy, Default)]
+struct LinkOrCounts {
+    prev_or_seq_refs: u32,
+    next_or_plan_pins: u32,
+}
+
+/// The references of a block, without those of pins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// Live sequences whose table contains it.
+    pub(crate) seq_refs: u32,
+    /// Open plans and transfers that hold it.
+    pub(crate) plan_pins: u32,
+}
 
 /// The neighbours of a block in the queue; `NONE` by default.
 #[derive(Clone, Copy, Default)]
@@ -63,17 +76,29 @@ impl BlockMeta {
         self.queued
     }
 
-    /// Live sequences whose table contains the block, and holds of open plans and transfers.
     #[inline]
-    pub(crate) fn counts(&self) -> [u32; 2] {
-        if self.queued { [0; 2] } else { self.pair }
+    pub(crate) fn counts(&self) -> Counts {
+        if self.queued {
+            return Counts::default();
+        }
+        Counts {
+            seq_refs: self.numbers.prev_or_seq_refs,
+            plan_pins: self.numbers.next_or_plan_pins,
+        }
     }
 
-    /// The same, mutable, of a block that is not queued.
+    /// Live sequences whose table contains the block, which is not queued.
     #[inline]
-    pub(crate) fn counts_mut(&mut self) -> &mut [u32; 2] {
+    pub(crate) fn seq_refs_mut(&mut self) -> &mut u32 {
         debug_assert!(!self.queued);
-        &mut self.pair
+        &mut self.numbers.prev_or_seq_refs
+    }
+
+    /// Open plans and transfers that hold the block, which is not queued.
+    #[inline]
+    pub(crate) fn plan_pins_mut(&mut self) -> &mut u32 {
+        debug_assert!(!self.queued);
+        &mut self.numbers.next_or_plan_pins
     }
 
     /// Its neighbours in the queue.
@@ -82,13 +107,38 @@ impl BlockMeta {
         if !self.queued {
             return Link::default();
         }
-        let [prev, next] = self.pair.map(BlockId::from);
-        Link { prev, next }
+        Link {
+            prev: BlockId::from(self.numbers.prev_or_seq_refs),
+            next: BlockId::from(self.numbers.next_or_plan_pins),
+        }
+    }
+
+    /// The block leaves the queue, with this many table entries.
+    #[inline]
+    fn leave(&mut self, seq_refs: u32) {
+        self.numbers = LinkOrCounts {
+            prev_or_seq_refs: seq_refs,
+            next_or_plan_pins: 0,
+        };
+        self.queued = false;
     }
 
     #[inline]
-    fn leave(&mut self, seq_refs: u32) {
-        (self.pair, self.queued) = ([seq_refs, 0], false);
+    fn set_prev(&mut self, prev: BlockId) {
+        self.numbers.prev_or_seq_refs = prev.get();
+    }
+
+    #[inline]
+    fn set_next(&mut self, next: BlockId) {
+        self.numbers.next_or_plan_pins = next.get();
+    }
+
+    fn join_queue(&mut self, Link { prev, next }: Link) {
+        self.numbers = LinkOrCounts {
+            prev_or_seq_refs: prev.get(),
+            next_or_plan_pins: next.get(),
+        };
+        self.queued = true;
     }
 }
 
@@ -108,12 +158,16 @@ impl FreeQueue {
         metas.try_reserve_exact(num_blocks + LISTS.len())?;
         metas.resize(num_blocks, BlockMeta::default());
         for list in LISTS {
-            metas.push(BlockMeta {
-                pair: [(num_blocks + list as usize) as u32; 2],
+            let own = BlockId::new(num_blocks + list as usize);
+            let mut sentinel = BlockMeta {
                 list,
-                queued: true,
                 ..BlockMeta::default()
+            };
+            sentinel.join_queue(Link {
+                prev: own,
+                next: own,
             });
+            metas.push(sentinel);
         }
         let lens = [0; LISTS.len()];
         Ok(Self { metas, lens })
@@ -177,7 +231,7 @@ impl FreeQueue {
         for _ in 0..count {
             taken.push(first);
             let meta = self.meta_mut(first);
-            first = BlockId::from(meta.pair[1]);
+            first = BlockId::from(meta.numbers.next_or_plan_pins);
             meta.leave(1);
         }
         self.join(sentinel, first);
@@ -226,8 +280,8 @@ impl FreeQueue {
 
     #[inline]
     fn join(&mut self, prev: BlockId, next: BlockId) {
-        self.meta_mut(prev).pair[1] = next.get();
-        self.meta_mut(next).pair[0] = prev.get();
+        self.meta_mut(prev).set_next(next);
+        self.meta_mut(next).set_prev(prev);
     }
 
     /// A list from front to back.
@@ -270,26 +324,28 @@ impl BatchPush<'_> {
     #[inline(always)] // each block of every sequence that ends comes here
     pub(crate) fn push(&mut self, block: BlockId) {
         let list = self.meta_mut(block).list;
-        debug_assert_eq!(self.meta_mut(block).counts_mut(), &[0; 2]);
+        debug_assert_eq!(self.meta_mut(block).counts(), Counts::default());
         if list != self.list {
             if list == List::Free {
                 return self.push_free(block);
             }
             self.switch_to(list);
         }
-        self.metas[self.last.at()].pair[1] = block.get();
+        self.metas[self.last.at()].set_next(block);
         let meta = &mut self.metas[block.at()];
-        (meta.pair[0], meta.queued) = (self.last.get(), true);
+        meta.set_prev(self.last);
+        meta.queued = true;
         self.last = block;
         self.count += 1;
     }
 
     fn push_free(&mut self, block: BlockId) {
         let prev = self.sentinel(List::Free);
-        let next = std::mem::replace(&mut self.meta_mut(prev).pair[1], block.get());
-        self.meta_mut(BlockId::from(next)).pair[0] = block.get();
-        let meta = self.meta_mut(block);
-        (meta.pair, meta.queued) = ([prev.get(), next], true);
+        let sentinel = self.meta_mut(prev);
+        let next = BlockId::from(sentinel.numbers.next_or_plan_pins);
+        sentinel.set_next(block);
+        self.meta_mut(next).set_prev(block);
+        self.meta_mut(block).join_queue(Link { prev, next });
         self.lens[List::Free as usize] += 1;
     }
 
@@ -307,8 +363,8 @@ impl BatchPush<'_> {
     #[inline]
     fn link_last(&mut self) {
         let sentinel = self.sentinel(self.list);
-        self.metas[self.last.at()].pair[1] = sentinel.get();
-        self.metas[sentinel.at()].pair[0] = self.last.get();
+        self.metas[self.last.at()].set_next(sentinel);
+        self.metas[sentinel.at()].set_prev(self.last);
         self.lens[self.list as usize] += std::mem::take(&mut self.count);
     }
 }
@@ -321,7 +377,8 @@ mod tests {
     fn push(queue: &mut FreeQueue, list: List, block: usize) {
         let block = BlockId::new(block);
         let meta = queue.meta_mut(block);
-        (meta.list, *meta.counts_mut()) = (list, [0; 2]);
+        meta.list = list;
+        meta.leave(0);
         let mut batch = queue.begin_push();
         batch.push(block);
         batch.end();
@@ -397,21 +454,22 @@ mod tests {
 
     #[inline]
     fn link(queue: &mut FreeQueue, block: usize, prev: usize, next: usize) {
+        let [prev, next] = [prev, next].map(BlockId::new);
         let meta = queue.meta_mut(BlockId::new(block));
-        (meta.pair, meta.queued) = ([prev as u32, next as u32], true);
+        meta.join_queue(Link { prev, next });
     }
 
     type Case = (&'static str, fn(&mut FreeQueue));
 
     const SPOILT: &[Case] = &[
         ("Free: BlockId(0) and BlockId(1) disagree", |q| {
-            q.metas[1].pair[0] = 2;
+            q.metas[1].set_prev(BlockId::new(2));
         }),
         ("Free: BlockId(1) and BlockId(none) disagree", |q| {
-            q.metas[1].pair[1] = u32::MAX;
+            q.metas[1].set_next(BlockId::NONE);
         }),
         ("Protected: BlockId(3) and BlockId(8) disagree", |q| {
-            q.metas[8].pair[0] = 2;
+            q.metas[8].set_prev(BlockId::new(2));
         }),
         ("Free: 3 blocks linked, 4 counted", |q| q.lens[0] = 4),
         ("Free: 3 blocks linked, 2 counted", |q| q.lens[0] = 2),

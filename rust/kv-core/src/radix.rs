@@ -15,12 +15,9 @@
 //!
 //! Block hashes are for the outside world: each is computed when it is first asked for.
 
-#[path = "radix/check.rs"]
 mod check;
-#[path = "radix/index.rs"]
 mod index;
 #[cfg(test)]
-#[path = "radix/tests.rs"]
 mod tests;
 
 use std::cmp::Reverse;
@@ -317,14 +314,15 @@ impl RadixTree {
         position
     }
 
-    /// The `usable` block after `position` that agrees with most of `tokens`, at most a block of them, and with
-    /// at least `least`; and how many. Of several, the one with the lowest block id. It compares the block that
-    /// continues the node, and the `most` newest children.
+    /// The `usable` block after `position` with the longest prefix in common with `tokens`, of at least `min_tokens`;
+    /// and the length of that prefix. Of several, the one with the lowest block id. It compares the block that
+    /// continues the node, and the newest `max_children` children.
     pub(crate) fn longest_partial_match(
         &self,
         position: NodePosition,
         tokens: &[u32],
-        (least, most): (usize, usize),
+        min_tokens: usize,
+        max_children: usize,
         usable: impl Fn(NodePosition) -> bool,
     ) -> Option<(NodePosition, usize)> {
         let first = *tokens.first()?;
@@ -335,7 +333,7 @@ impl RadixTree {
             let agrees = pairs.take_while(|(known, token)| known == token).count();
             let value = (agrees, Reverse(self.block(candidate, 0)));
             let better = best.is_none_or(|(_, than)| value > than);
-            if agrees >= least && better && usable(candidate) {
+            if agrees >= min_tokens && better && usable(candidate) {
                 best = Some((candidate, value));
             }
         };
@@ -345,12 +343,12 @@ impl RadixTree {
         }
         let newest = node.find_children(position.offset);
         let mut child = newest.map_or(NodeId::NONE, |at| node.children[at].newest);
-        for _ in 0..most {
+        for _ in 0..max_children {
             if child == NodeId::NONE {
                 break;
             }
             let node = self.node(child);
-            if least == 0 || node.tokens.first() == Some(&first) {
+            if min_tokens == 0 || node.tokens.first() == Some(&first) {
                 compare(NodePosition::new(child, 1), &node.tokens);
             }
             child = node.older_sibling;

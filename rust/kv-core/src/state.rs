@@ -1,15 +1,13 @@
 //! Sequences and the pool: calls that change a sequence's blocks outside a step.
 
-#[path = "state/check.rs"]
 mod check;
-#[path = "state/explain.rs"]
 mod explain;
 
 use crate::config::Config;
 use crate::error::Error;
 use crate::groups::Groups;
-use crate::handles::Pin;
-use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
+use crate::handles::{Pin, PrefixBlocks};
+use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::open_transfers::Transfers;
 use crate::pool::{Pool, Purpose};
 use crate::radix::Match;
@@ -154,9 +152,8 @@ impl State {
         released
     }
 
-    /// The table and end of a pin on the longest prefix of a sequence's registered rows that is ready and of which
-    /// no window has slid.
-    pub(crate) fn pin_on(&self, key: SeqKey) -> Result<(BlockTable, NodePosition), Error> {
+    /// The longest prefix of a sequence's registered rows that is ready and of which no window has slid.
+    pub(crate) fn ready_prefix(&self, key: SeqKey) -> Result<PrefixBlocks, Error> {
         let seq = self.seqs.get(key)?;
         let registered = seq.registered;
         let starts = (0..self.groups.len()).map(|group| seq.table.start(group));
@@ -169,27 +166,29 @@ impl State {
         let prefix = seq.table.prefix(rows, needed).filter(|_| rows > 0);
         let unused = registered.rows() - rows;
         Ok(match prefix {
-            Some(table) => (table, self.pool.tree().ancestor(registered.last, unused)),
-            None => self.no_pin(),
+            Some(table) => PrefixBlocks {
+                table,
+                end: self.pool.tree().ancestor(registered.last, unused),
+            },
+            None => PrefixBlocks::none(self.groups.len()),
         })
     }
 
-    /// The table and end of a pin on the longest cached prefix of `tokens`.
-    pub(crate) fn match_prefix(
-        &mut self,
-        tokens: &[u32],
-        root: NodePosition,
-    ) -> (BlockTable, NodePosition) {
+    /// The longest cached prefix of `tokens`.
+    pub(crate) fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> PrefixBlocks {
+        let Some(root) = self.pool.tree().root(namespace) else {
+            return PrefixBlocks::none(self.groups.len());
+        };
         let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
-        pool.find_match(found, groups, tokens, (root, 0), Purpose::Read);
+        let root = Registered::at_root(root);
+        pool.find_match(found, groups, tokens, root, Purpose::Read);
         match found.num_rows {
-            0 => self.no_pin(),
-            _ => (BlockTable::of_match(found, 0, groups), found.last),
+            0 => PrefixBlocks::none(groups.len()),
+            _ => PrefixBlocks {
+                table: BlockTable::of_match(found, 0, groups),
+                end: found.last,
+            },
         }
-    }
-
-    pub(crate) fn no_pin(&self) -> (BlockTable, NodePosition) {
-        (BlockTable::new(self.groups.len()), NodePosition::NONE)
     }
 
     /// Puts a pin's blocks into the table of a sequence that has none.

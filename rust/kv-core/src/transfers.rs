@@ -4,7 +4,6 @@
 //! the end of its sequence nor a rollback touches it. Its blocks are in the prefix index, where prefills meet them and
 //! wait, and in no table.
 
-#[path = "transfers/check.rs"]
 mod check;
 
 use std::ops::Range;

@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use kv_core::{Config, Eviction};
+use kv_core::{Config, Eviction, PrefillRequest};
 use kv_trace::replay;
 use model::op::Op;
 use model::recording::Recording;
@@ -42,7 +42,9 @@ fn op() -> impl Strategy<Value = Op> {
         3 => any::<usize>().prop_map(Op::DropPin),
         10 => prop_oneof![2 => 0..9_usize, 3 => Just(64_usize)].prop_map(Op::Begin),
         40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve, replay)
-            .prop_map(|(seq, max_tokens, reserve, replay)| Op::Prefill { seq, max_tokens, reserve, replay }),
+            .prop_map(|(seq, max_tokens, spare_blocks, replay)| {
+                Op::Prefill(seq, PrefillRequest { max_tokens, spare_blocks, replay })
+            }),
         24 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
             .prop_map(|(mask, lookahead)| Op::Decode(mask, lookahead)),
         16 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),

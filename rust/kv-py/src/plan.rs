@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forks::Own;
-use kv_core::{BlockId, PlanHandle};
+use kv_core::{BlockId, PlanHandle, PrefillRequest};
 use pyo3::prelude::*;
 
 use crate::answers::{Remapping, prefill_answer};
@@ -92,29 +92,30 @@ impl StepPlan {
     /// Plans up to `max_tokens` uncomputed tokens of the sequence: matches the prefix, reuses and allocates blocks,
     /// and charges the budget.
     ///
-    /// With `reserve=None`, there must be blocks for the tokens of this step. With `reserve=n`, for admission,
-    /// there must be blocks for all known tokens and `n` more blocks; only those of this step are allocated.
+    /// Without `spare_blocks` the pool needs blocks for the tokens of this step. With `spare_blocks=n`, for admission,
+    /// it needs blocks for all known tokens and `n` more; only those of this step are allocated.
     /// `replay=n` computes the last `n` cached tokens again, all in this step, without writing their KV (slot -1);
     /// if fewer tokens are cached, all of them.
-    #[pyo3(signature = (sequence, max_tokens, *, reserve = None, replay = None))]
+    #[pyo3(signature = (sequence, max_tokens, *, spare_blocks = None, replay = None))]
     fn prefill(
         &self,
         py: Python<'_>,
         sequence: &Sequence,
         max_tokens: &Bound<'_, PyAny>,
-        reserve: Option<&Bound<'_, PyAny>>,
+        spare_blocks: Option<&Bound<'_, PyAny>>,
         replay: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
-        let max_tokens = number("max_tokens", max_tokens)?;
-        let reserve = reserve
-            .map(|reserve| number("reserve", reserve))
-            .transpose()?;
-        let replay = replay.map_or(Ok(0), |tokens| number("replay", tokens))?;
+        let request = PrefillRequest {
+            max_tokens: number("max_tokens", max_tokens)?,
+            spare_blocks: spare_blocks
+                .map(|blocks| number("spare_blocks", blocks))
+                .transpose()?,
+            replay: replay.map_or(Ok(0), |tokens| number("replay", tokens))?,
+        };
         let (plan, key) = (self.handle.key(), sequence.key());
-        let limits = (max_tokens, reserve);
         let answer = self
             .core
-            .with(py, |core| core.prefill_again(plan, key, limits, replay))?;
+            .with(py, |core| core.prefill_again(plan, key, request))?;
         prefill_answer(py, answer)
     }
 

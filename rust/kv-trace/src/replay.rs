@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::io::{BufReader, Read};
 
 use kv_core::{
-    Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, Reserve, SeqHandle,
-    SeqKey, SequenceView, Transfer, TransferKey,
+    Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, PrefillRequest, Reserve,
+    SeqHandle, SeqKey, SequenceView, Transfer, TransferKey,
 };
 
 use crate::error::TraceError;
@@ -443,13 +443,16 @@ impl Player {
                 plan,
                 sequence,
                 max_tokens,
-                reserve,
+                spare_blocks,
                 replay,
             } => {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);
-                let limits = (*max_tokens, *reserve);
-                let manager = &mut self.manager;
-                (&manager.prefill_again(plan, key, limits, *replay)?).into()
+                let request = PrefillRequest {
+                    max_tokens: *max_tokens,
+                    spare_blocks: *spare_blocks,
+                    replay: *replay,
+                };
+                (&self.manager.prefill_again(plan, key, request)?).into()
             }
             Call::Cancel { plan, sequence } => {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);

@@ -75,7 +75,7 @@ impl Text for Call {
             BeginStep { token_budget }
             Decode { plan, sequences, lookahead }
             Speculate { plan, sequence, drafts }
-            Prefill { plan, sequence, max_tokens, reserve, replay }
+            Prefill { plan, sequence, max_tokens, spare_blocks, replay }
             Cancel { plan, sequence }
             Commit { plan, tokens, counts }
             Rollback { plan }

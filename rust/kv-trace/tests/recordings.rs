@@ -48,10 +48,10 @@ fn operations_as_text() {
                 plan: 7,
                 sequence: 8,
                 max_tokens: 9,
-                reserve: None,
+                spare_blocks: None,
                 replay: 2,
             },
-            "prefill(plan=7, sequence=8, max_tokens=9, reserve=none, replay=2)",
+            "prefill(plan=7, sequence=8, max_tokens=9, spare_blocks=none, replay=2)",
         ),
         (
             Call::Commit {

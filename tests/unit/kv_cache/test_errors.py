@@ -127,7 +127,7 @@ def test_block_ids_that_are_no_machine_integers(scene: Scene, block: int) -> Non
 def test_negative_budgets(scene: Scene) -> None:
     for call in (
         lambda: scene.plan.prefill(scene.waiting, -1),
-        lambda: scene.plan.prefill(scene.waiting, 1, reserve=-1),
+        lambda: scene.plan.prefill(scene.waiting, 1, spare_blocks=-1),
     ):
         refused(scene.manager, call, ConfigError, -1)
 

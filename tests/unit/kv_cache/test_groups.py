@@ -177,7 +177,9 @@ def test_blocks_for_is_what_a_sequence_takes() -> None:
             assert peak <= manager.blocks_for(30, chunk)
             small = pool(*windows, blocks=manager.blocks_for(30, chunk))
             plan = small.begin_step(chunk)
-            assert isinstance(plan.prefill(small.sequence(range(30)), chunk, reserve=0), Prefilled)
+            assert isinstance(
+                plan.prefill(small.sequence(range(30)), chunk, spare_blocks=0), Prefilled
+            )
 
 
 @pytest.mark.parametrize(

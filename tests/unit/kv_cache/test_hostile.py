@@ -190,7 +190,7 @@ def numbers(manager: BlockManager) -> dict[str, Callable[[Any], object]]:
         "fork": sequence.fork,
         "trim": sequence.trim,
         "max_tokens": lambda n: plan.prefill(sequence, n),
-        "reserve": lambda n: plan.prefill(sequence, 1, reserve=n),
+        "spare_blocks": lambda n: plan.prefill(sequence, 1, spare_blocks=n),
         "lookahead": lambda n: plan.decode([], lookahead=n),
     }
 

@@ -206,15 +206,15 @@ def test_no_budget_changes_nothing() -> None:
     assert (sequence.block_table, plan.num_sequences) == ([], 1)
 
 
-def test_reserve_asks_for_all_known_tokens_and_more() -> None:
+def test_spare_blocks_are_beside_those_of_all_known_tokens() -> None:
     manager = BlockManager(5, BLOCK)
     sequence = manager.sequence(tokens(16))
     plan = manager.begin_step(100)
     with unchanged(manager, without="hashed_blocks"):
-        answer = plan.prefill(sequence, 4, reserve=2)
+        answer = plan.prefill(sequence, 4, spare_blocks=2)
         assert isinstance(answer, NoRoom)
         assert (answer.needed, answer.available) == (6, 5)
-    assert isinstance(plan.prefill(sequence, 4, reserve=1), Prefilled)
+    assert isinstance(plan.prefill(sequence, 4, spare_blocks=1), Prefilled)
     assert usage(manager) == (4, 0, 1, 0)
 
 

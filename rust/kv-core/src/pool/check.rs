@@ -4,9 +4,8 @@ use std::collections::{HashMap, HashSet};
 
 use super::Pool;
 use crate::check::ensure;
-use crate::ids::BlockId;
-use crate::ids::NodePosition;
-use crate::queue::{BlockMeta, List};
+use crate::ids::{BlockId, NodePosition};
+use crate::queue::{BlockMeta, Counts, List};
 
 /// The least and the most block references that pins can hold.
 pub(crate) type PinRefs = (usize, usize);
@@ -35,11 +34,15 @@ impl Pool {
         for (id, meta, cached) in self.each() {
             let pins = self.shared.pin_refs_of(id);
             let pinned = plan_pins.get(&id).copied().unwrap_or(0);
-            let (says, counted) = (meta.counts(), [held[id.at()], pinned]);
+            let (says, seq_refs) = (meta.counts(), held[id.at()]);
+            let counted = Counts {
+                seq_refs,
+                plan_pins: pinned,
+            };
             ensure(says == counted, || {
-                format!("{id:?} has seq_refs and plan_pins {says:?}, counted {counted:?}")
+                format!("{id:?} has {says:?}, counted {counted:?}")
             })?;
-            let refs = counted.iter().sum::<u32>() + pins;
+            let refs = seq_refs + pinned + pins;
             let queued = meta.is_queued();
             ensure(!queued || refs == 0, || {
                 format!("{id:?} is in the queue with refs {refs}")
@@ -212,15 +215,15 @@ mod tests {
 
     const CASES: &[Case] = &[
         (
-            "BlockId(0) has seq_refs and plan_pins [2, 0], counted [1, 0]",
+            "BlockId(0) has Counts { seq_refs: 2, plan_pins: 0 }, counted Counts { seq_refs: 1, plan_pins: 0 }",
             |s| {
-                meta(s, 0).counts_mut()[0] = 2;
+                *meta(s, 0).seq_refs_mut() = 2;
             },
         ),
         (
-            "BlockId(2) has seq_refs and plan_pins [0, 2], counted [0, 1]",
+            "BlockId(2) has Counts { seq_refs: 0, plan_pins: 2 }, counted Counts { seq_refs: 0, plan_pins: 1 }",
             |s| {
-                meta(s, 2).counts_mut()[1] = 2;
+                *meta(s, 2).plan_pins_mut() = 2;
             },
         ),
         ("BlockId(4) is in the queue with refs 1", |s| {

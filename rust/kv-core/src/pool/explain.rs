@@ -13,7 +13,8 @@ impl Pool {
         &mut self,
         last: NodePosition,
         block: &[u32],
-        (namespace, position): (&[u8], usize),
+        namespace: &[u8],
+        position: usize,
     ) -> MissReason {
         let last = last.some();
         let is_known = last.is_some_and(|last| self.next(last, block).is_some());
@@ -21,10 +22,9 @@ impl Pool {
         if is_known || eviction.is_some() {
             return MissReason::Evicted(eviction);
         }
-        let all = |_| true;
         let nearest = last.and_then(|last| {
-            let most = (0, MAX_NEIGHBOURS);
-            self.tree.longest_partial_match(last, block, most, all)
+            self.tree
+                .longest_partial_match(last, block, 0, MAX_NEIGHBOURS, |_| true)
         });
         match nearest {
             Some((near, agrees)) if position + agrees > 0 => MissReason::Diverged {

@@ -33,7 +33,9 @@ impl Pool {
         self.take(count, &mut taken);
         for &block in &taken {
             let meta = self.queue.meta_mut(block);
-            (*meta.counts_mut(), meta.loading) = ([0, 1], true);
+            *meta.seq_refs_mut() = 0;
+            *meta.plan_pins_mut() = 1;
+            meta.loading = true;
         }
         self.active -= count;
         self.loading += count;

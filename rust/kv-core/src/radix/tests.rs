@@ -27,7 +27,7 @@ fn the_longest_partial_match_is_found() {
     let ask = |tree: &RadixTree, tokens: &[u32], least| {
         block(
             tree,
-            tree.longest_partial_match(parent, tokens, (least, MAX_COMPARED_CHILDREN), |_| true),
+            tree.longest_partial_match(parent, tokens, least, MAX_COMPARED_CHILDREN, |_| true),
         )
     };
     assert_eq!(ask(&tree, &[2, 2, 2, 9], 1), Some((8, 3)));
@@ -36,13 +36,14 @@ fn the_longest_partial_match_is_found() {
     assert_eq!(ask(&tree, &[2, 9], 1), Some((5, 1)));
     assert_eq!(ask(&tree, &[2, 9], 2), None);
     assert_eq!(ask(&tree, &[3], 1), None);
-    let at_end = tree.longest_partial_match(parent, &[], (0, 8), |_| false);
+    let at_end = tree.longest_partial_match(parent, &[], 0, 8, |_| false);
     assert_eq!(at_end, None);
     let not_the_longest = |position| tree.block(position, 0) != Some(BlockId::from(8));
     let found = tree.longest_partial_match(
         parent,
         &[2, 2, 2, 9],
-        (1, MAX_COMPARED_CHILDREN),
+        1,
+        MAX_COMPARED_CHILDREN,
         not_the_longest,
     );
     assert_eq!(block(&tree, found), Some((5, 2)));
@@ -58,7 +59,7 @@ fn only_the_newest_live_children_are_compared() {
     let ask = |tree: &RadixTree, token| {
         block(
             tree,
-            tree.longest_partial_match(root, &[token], (1, MAX_COMPARED_CHILDREN), |_| true),
+            tree.longest_partial_match(root, &[token], 1, MAX_COMPARED_CHILDREN, |_| true),
         )
     };
     assert_eq!(ask(&tree, 0), None);

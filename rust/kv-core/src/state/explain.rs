@@ -4,7 +4,7 @@ use super::State;
 use crate::explain::{Explanation, Miss, MissReason};
 use crate::ids::NodePosition;
 use crate::pool::{Pool, Purpose};
-use crate::sequence::{Sequence, Sequences};
+use crate::sequence::{Registered, Sequence, Sequences};
 
 /// A prompt of which a prefix was matched.
 struct Prompt<'a> {
@@ -34,11 +34,11 @@ impl State {
         found.begin(NodePosition::NONE, 0);
         let mut ready = 0;
         if let Some(root) = self.pool.tree().root(namespace) {
-            let pool = &mut self.pool;
-            pool.find_match(found, groups, tokens, (root, 0), Purpose::Read);
+            let (pool, root) = (&mut self.pool, Registered::at_root(root));
+            pool.find_match(found, groups, tokens, root, Purpose::Read);
             ready = found.num_rows;
             let purpose = Purpose::Prefill { replay: 0 };
-            pool.find_match(found, groups, tokens, (root, 0), purpose);
+            pool.find_match(found, groups, tokens, root, purpose);
         }
         explanation.num_pool_tokens = ready * block_size;
         let is_loading = self.pool.any_loading() && {
@@ -127,7 +127,7 @@ fn find_miss(
     let reason = if seqs.iter().any(is_to_come) {
         MissReason::NotYetComputed
     } else {
-        pool.explain_block(last, block, (prompt.namespace, position))
+        pool.explain_block(last, block, prompt.namespace, position)
     };
     Some(Miss { position, reason })
 }

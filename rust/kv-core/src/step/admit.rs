@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use super::answers::Prefill;
+use super::enter::NewTokens;
 use super::plan::{Details, PrefillWork, Work};
 use crate::error::Error;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
@@ -10,12 +11,15 @@ use crate::pool::Purpose;
 use crate::sequence::PlanSet;
 use crate::state::State;
 
-/// The arguments of a prefill.
-#[derive(Clone, Copy)]
-pub(crate) struct PrefillRequest {
-    pub(crate) max_tokens: usize,
-    pub(crate) reserve: Option<usize>,
-    pub(crate) replay: usize,
+/// What [`BlockManager::prefill_again`](crate::BlockManager::prefill_again) is to plan.
+#[derive(Clone, Copy, Debug)]
+pub struct PrefillRequest {
+    /// The most tokens to compute in this step.
+    pub max_tokens: usize,
+    /// If given, blocks must suffice for all known tokens and for so many blocks more.
+    pub spare_blocks: Option<usize>,
+    /// Cached tokens that are computed again.
+    pub replay: usize,
 }
 
 /// A cached block that a match ends inside of: its first tokens are copied.
@@ -78,7 +82,11 @@ impl State {
         if needed > self.pool.available() {
             return false;
         }
-        self.enter(slot, (1, lookahead), None);
+        let tokens = NewTokens {
+            computed: 1,
+            lookahead,
+        };
+        self.enter(slot, tokens, None);
         true
     }
 
@@ -104,7 +112,7 @@ impl State {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        self.enter(key.slot, (1, 0), None);
+        self.enter(key.slot, NewTokens::computed(1), None);
         let last = self.steps.newest().entries.len() - 1;
         self.extend_decode(last, drafts);
         Ok(Prefill::Planned {
@@ -184,7 +192,7 @@ impl State {
             (0, None) => self.must_copy(slot, start).count(),
             _ => 0,
         };
-        let new = match request.reserve {
+        let new = match request.spare_blocks {
             None => self.new_blocks(slot, start + len),
             Some(spare) => {
                 let whole = self.blocks_to_come(slot, start + len, max_tokens);
@@ -212,7 +220,7 @@ impl State {
             copied_tokens: source.map_or(0, |source| source.tokens),
             ..PrefillWork::default()
         }));
-        self.enter(slot, (len, 0), Some(details));
+        self.enter(slot, NewTokens::computed(len), Some(details));
         Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -357,14 +365,14 @@ impl State {
     /// sequence may read the cache; returns whether that is so. Rows that it has reserved come after the match.
     pub(super) fn find_match(&mut self, slot: u32, purpose: Purpose) -> bool {
         let seq = self.seqs.at(slot);
-        let (last, rows) = (seq.registered.last, seq.registered.rows());
-        let on_boundary = seq.planned_end == rows * self.groups.block_size();
+        let registered = seq.registered;
+        let on_boundary = seq.planned_end == registered.rows() * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
-            self.matched.begin(last, 0);
+            self.matched.begin(registered.last, 0);
             return false;
         }
         let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
-        pool.find_match(found, groups, &seq.tokens, (last, rows), purpose);
+        pool.find_match(found, groups, &seq.tokens, registered, purpose);
         true
     }
 

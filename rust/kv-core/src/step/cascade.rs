@@ -57,7 +57,8 @@ struct Above {
 /// block that is in none of them. A prefix that is too short is left to those in it.
 pub(super) fn prefixes(
     common: &[u32],
-    (min_blocks, min_rows): (usize, usize),
+    min_blocks: usize,
+    min_rows: usize,
     own: &mut Vec<u32>,
 ) -> Vec<SharedPrefix> {
     let mut kept: Vec<SharedPrefix> = Vec::new();
@@ -157,11 +158,11 @@ mod tests {
                 common.insert(0, 0);
             }
             let mut own = Vec::new();
-            let found = prefixes(&common, (1, 2), &mut own);
+            let found = prefixes(&common, 1, 2, &mut own);
             let ends = found.iter().map(|it| (it.rows.clone().collect(), it.blocks.end));
             prop_assert_eq!(ends.collect::<BTreeSet<_>>(), groups(&tables));
 
-            let found = prefixes(&common, (min_blocks, min_rows), &mut own);
+            let found = prefixes(&common, min_blocks, min_rows, &mut own);
             for (at, it) in found.iter().enumerate() {
                 prop_assert!(it.blocks.len() >= min_blocks && it.rows.len() >= min_rows);
                 let before = it.parent.map_or(0, |parent| found[parent].blocks.end);
@@ -183,7 +184,7 @@ mod tests {
     fn a_way_of_a_thousand_levels() {
         let common: Vec<u32> = (0..1_000).collect();
         let mut own = Vec::new();
-        let found = prefixes(&common, (1, 2), &mut own);
+        let found = prefixes(&common, 1, 2, &mut own);
         assert_eq!(found.len(), 999);
         assert!(
             found

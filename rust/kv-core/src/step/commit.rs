@@ -149,7 +149,7 @@ impl State {
                 }
                 // The next step is to compute it, and may yet be rolled back: looked up again later.
                 Some(cached) if !self.pool.are_ready(cached) => return,
-                Some(cached) => self.merge_row((slot, row), cached, step, remappings),
+                Some(cached) => self.merge_row(slot, row, cached, step, remappings),
             }
         }
     }
@@ -157,7 +157,8 @@ impl State {
     /// Late merge of one row.
     fn merge_row(
         &mut self,
-        (slot, row): (u32, usize),
+        slot: u32,
+        row: usize,
         cached: NodePosition,
         step: u32,
         remappings: &mut Vec<Remapping>,
@@ -179,7 +180,7 @@ impl State {
                 // In use: the first one wins.
                 Some(first) => {
                     self.pool.hold(first);
-                    self.remap((slot, row, group), first, remappings);
+                    self.remap(slot, group, row, first, remappings);
                 }
             }
         }
@@ -190,7 +191,9 @@ impl State {
     /// Remaps a table entry to the block that was cached first.
     fn remap(
         &mut self,
-        (slot, row, group): (u32, usize, usize),
+        slot: u32,
+        group: usize,
+        row: usize,
         first: BlockId,
         remappings: &mut Vec<Remapping>,
     ) {

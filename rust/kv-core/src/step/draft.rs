@@ -20,9 +20,10 @@ impl State {
         &mut self,
         plan: PlanKey,
         sequences: &[SeqKey],
-        (drafts, counts): (&[u32], &[usize]),
+        drafts: &[u32],
+        counts: &[usize],
     ) -> Result<Vec<usize>, Error> {
-        let entries = self.check_drafts(plan, sequences, (drafts, counts))?;
+        let entries = self.check_drafts(plan, sequences, drafts.len(), counts)?;
         let mut rest = drafts;
         let mut taken = Vec::with_capacity(entries.len());
         for (at, &count) in entries.into_iter().zip(counts) {
@@ -39,12 +40,13 @@ impl State {
         &self,
         plan: PlanKey,
         sequences: &[SeqKey],
-        (drafts, counts): (&[u32], &[usize]),
+        num_drafts: usize,
+        counts: &[usize],
     ) -> Result<Vec<usize>, Error> {
         let &Plan {
             bit, ref entries, ..
         } = self.steps.newest_plan(plan)?;
-        let of_drafts = (total(counts), drafts.len());
+        let of_drafts = (total(counts), num_drafts);
         for (expected, given) in [(sequences.len(), counts.len()), of_drafts] {
             if expected != given {
                 return Err(Error::DraftCount { expected, given });

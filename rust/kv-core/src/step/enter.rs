@@ -9,13 +9,34 @@ use crate::sequence::{Registered, SampleRow};
 use crate::state::State;
 use crate::table::BlockTable;
 
+/// Tokens of a plan's entry that need blocks.
+pub(super) struct NewTokens {
+    /// Those that the step computes.
+    pub(super) computed: usize,
+    /// Positions after these.
+    pub(super) lookahead: usize,
+}
+
+impl NewTokens {
+    /// New tokens without lookahead.
+    pub(super) fn computed(computed: usize) -> Self {
+        Self {
+            computed,
+            lookahead: 0,
+        }
+    }
+}
+
 impl State {
-    /// Puts a sequence into the plan. A prefill reuses the current match; then it allocates for `len` tokens and
-    /// `lookahead` more. Blocks and budget were checked before. `details`: `None` for a decode.
+    /// Puts a sequence into the plan. A prefill reuses the current match; then it allocates blocks for the new tokens.
+    /// Blocks and budget were checked before. `details`: `None` for a decode.
     pub(super) fn enter(
         &mut self,
         slot: u32,
-        (len, lookahead): (usize, usize),
+        NewTokens {
+            computed: len,
+            lookahead,
+        }: NewTokens,
         mut details: Option<Box<Details>>,
     ) {
         let rows_before = self.seqs.at(slot).table.rows();

@@ -91,9 +91,17 @@ pub struct TableRows {
     changed: Vec<u32>,
     /// Rows of the last batch.
     batch: usize,
-    /// Set once shared prefixes are asked for: an id of the arrays, and a version of their tables. It changes whenever rows
+    /// Set once shared prefixes are asked for. It changes whenever rows
     /// may share other blocks than before; a row that grows by unshared blocks does not change it.
-    pub(super) version: Option<(u64, u64)>,
+    pub(super) version: Option<ArraysVersion>,
+}
+
+/// A version of the block tables in a caller's arrays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ArraysVersion {
+    /// The number of the arrays.
+    pub(super) arrays: u64,
+    pub(super) changes: u64,
 }
 
 /// A version of a sequence's table.
@@ -236,12 +244,12 @@ impl State {
                 Cow::Borrowed(_) => Written::of(self.seqs.at(entry.slot)),
                 Cow::Owned(_) => Written::default(), // it is no version of its sequence's
             };
-            fill_table(self, (&table, now), row, arrays, written);
+            fill_table(self, &table, now, row, arrays, written);
         }
         if let Some(version) = &mut written.version
             && written.batch != sequences
         {
-            version.1 += 1;
+            version.changes += 1;
         }
         written.batch = sequences;
         Ok(())
@@ -266,7 +274,8 @@ impl State {
         for row in changed.iter().map(|&row| row as usize) {
             let Some(entry) = entries.get(row) else { break };
             let seq = self.seqs.at(entry.slot);
-            fill_table(self, (&seq.table, Written::of(seq)), row, arrays, written);
+            let now = Written::of(seq);
+            fill_table(self, &seq.table, now, row, arrays, written);
         }
         written.changed = changed;
     }
@@ -362,7 +371,8 @@ impl State {
 #[inline]
 fn fill_table(
     state: &State,
-    (table, now): (&BlockTable, Written),
+    table: &BlockTable,
+    now: Written,
     row: usize,
     arrays: &StepArrays<'_>,
     written: &mut TableRows,
@@ -376,7 +386,7 @@ fn fill_table(
     if let Some(version) = &mut written.version
         && (!same || state.are_shared(table, from))
     {
-        version.1 += 1;
+        version.changes += 1;
     }
     let null = state.pool.num_blocks() as i64;
     for group in 0..table.groups() {

@@ -25,7 +25,7 @@ mod sharing;
 pub(crate) mod steps;
 mod undo;
 
-pub(crate) use admit::PrefillRequest;
+pub use admit::PrefillRequest;
 pub use answers::{Extend, PlanView, Prefill, Remapping};
 pub use cascade::SharedPrefix;
 pub use inputs::{IntArray, StepArrays, TableRows};

@@ -10,7 +10,7 @@ use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::cascade::{SharedPrefix, prefixes};
-use super::inputs::{IntArray, StepArrays, TableRows, check_sizes};
+use super::inputs::{ArraysVersion, IntArray, StepArrays, TableRows, check_sizes};
 use super::plan::{Entry, Plan};
 use crate::error::Error;
 use crate::ids::{BlockId, NodeId, NodePosition, PlanKey};
@@ -44,7 +44,7 @@ pub struct SharedPrefixes {
 /// The tables that prefixes were computed from.
 #[derive(Clone, Copy, Debug)]
 struct Source {
-    tables: (u64, u64),
+    tables: ArraysVersion,
     /// In an earlier step, rows may begin earlier.
     step: u64,
 }
@@ -205,9 +205,8 @@ impl SharedPrefixes {
 
     /// Computes the prefixes from the order and from what its neighbours have in common.
     fn build(&mut self) {
-        let least = (self.min_blocks, self.min_rows);
         let mut own = Vec::new();
-        self.prefixes = prefixes(&self.common, least, &mut own);
+        self.prefixes = prefixes(&self.common, self.min_blocks, self.min_rows, &mut own);
         self.own.clear();
         self.own.resize(self.order.len(), 0);
         for (&row, &own) in self.order.iter().zip(&own) {
@@ -248,7 +247,10 @@ impl State {
             return Err(Error::UnknownGroup { group, groups });
         }
         self.steps.open_plan(plan)?;
-        let new_version = || (NUM_ARRAYS.fetch_add(1, Ordering::Relaxed), 0);
+        let new_version = || ArraysVersion {
+            arrays: NUM_ARRAYS.fetch_add(1, Ordering::Relaxed),
+            changes: 0,
+        };
         written.version.get_or_insert_with(new_version);
         self.fill(plan, arrays, written)?;
         let tables = written.version;

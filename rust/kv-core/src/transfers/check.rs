@@ -86,7 +86,7 @@ mod tests {
         ("usage: 4 loading, 4 marked, counted 3", |s| {
             first(s).loading.pop();
         }),
-        (", 1], counted [", |s| {
+        ("plan_pins: 1 }, counted Counts", |s| {
             first(s).held.clear();
         }),
     ];

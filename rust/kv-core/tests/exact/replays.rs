@@ -1,6 +1,6 @@
 //! Replay: the last cached tokens are computed again, and not written again.
 
-use kv_core::{BlockManager, Config, Error, Prefill, SeqHandle};
+use kv_core::{BlockManager, Config, Error, Prefill, PrefillRequest, SeqHandle};
 
 use super::arrays::{Arrays, IDS, POSITIONS, SLOTS, STARTS, Sizes};
 use super::tools::{
@@ -13,6 +13,14 @@ fn eight_and(own: u32) -> (BlockManager, SeqHandle) {
     drop(computed(&mut m, prompt(8)));
     let seq = sequence(&mut m, prompt(8 + own));
     (m, seq)
+}
+
+fn again(replay: usize) -> PrefillRequest {
+    PrefillRequest {
+        max_tokens: PLENTY,
+        spare_blocks: None,
+        replay,
+    }
 }
 
 fn planned(cached_tokens: usize, tokens: usize, samples: bool) -> Result<Prefill, Error> {
@@ -28,7 +36,7 @@ fn computing_begins_before_the_end_of_the_hit() {
     for replay in 0..=8 {
         let (mut m, seq) = eight_and(4);
         let plan = begin(&mut m, PLENTY);
-        let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), replay);
+        let answer = m.prefill_again(plan.key(), seq.key(), again(replay));
         assert_eq!(answer, planned(8 - replay, 4 + replay, true));
         let view = m.plan_view(plan.key()).expect("open");
         assert_eq!(view.budget_left, PLENTY - 4 - replay);
@@ -56,9 +64,9 @@ fn no_more_is_replayed_than_was_found() {
         let (mut m, seq) = eight_and(4);
         let fresh = sequence(&mut m, vec![77; 5]);
         let plan = begin(&mut m, PLENTY);
-        let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), replay);
+        let answer = m.prefill_again(plan.key(), seq.key(), again(replay));
         assert_eq!(answer, planned(0, 12, true));
-        let answer = m.prefill_again(plan.key(), fresh.key(), (PLENTY, None), replay);
+        let answer = m.prefill_again(plan.key(), fresh.key(), again(replay));
         assert_eq!(answer, planned(0, 5, true));
         let arrays = Arrays::new(Sizes::exactly(17, 2, 3, 2));
         assert_eq!(arrays.fill(&m, plan.key()), Ok(()));
@@ -76,7 +84,7 @@ fn a_full_hit_is_a_replay_of_one() {
         let (mut m, seq) = eight_and(0);
         let plan = begin(&mut m, PLENTY);
         let free = m.usage().free;
-        let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), replay);
+        let answer = m.prefill_again(plan.key(), seq.key(), again(replay));
         assert_eq!(answer, planned(8 - tokens, tokens, true));
         assert_eq!(m.usage().free, free);
         let arrays = Arrays::new(Sizes::exactly(tokens, 1, 2, 1));
@@ -101,7 +109,7 @@ fn a_replay_is_whole_or_not_at_all() {
     ] {
         let (mut m, seq) = eight_and(9);
         let plan = begin(&mut m, budget);
-        let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), 3);
+        let answer = m.prefill_again(plan.key(), seq.key(), again(3));
         assert_eq!(answer, expected, "{budget} tokens");
         m.check().expect("sound");
         commit(&mut m, plan.key());
@@ -125,7 +133,7 @@ fn what_was_copied_is_replayed() {
         drop(computed(&mut m, prompt(12)));
         let seq = sequence(&mut m, [&prompt(10)[..], &[50, 51, 52]].concat());
         let plan = begin(&mut m, budget);
-        let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), replay);
+        let answer = m.prefill_again(plan.key(), seq.key(), again(replay));
         assert_eq!(answer, expected, "{replay} tokens in {budget}");
         m.check().expect("sound");
         if let Ok(Prefill::Planned { tokens, .. }) = answer {
@@ -184,7 +192,7 @@ fn replayed_tokens_find_their_windows() {
         let mut m = slid();
         let seq = sequence(&mut m, prompt(17));
         let plan = begin(&mut m, PLENTY);
-        let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), replay);
+        let answer = m.prefill_again(plan.key(), seq.key(), again(replay));
         assert_eq!(answer, expected, "{replay} tokens");
         m.check().expect("sound");
     }

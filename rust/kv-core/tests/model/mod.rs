@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use kv_core::{
     BlockId, Config, Error, EvictedBy, Eviction, Explanation, Extend, Miss, MissReason,
-    PastEviction, PoolUsage, Prefill, Remapping,
+    PastEviction, PoolUsage, Prefill, PrefillRequest, Remapping,
 };
 
 /// A namespace and every token up to the end of a block.
@@ -890,19 +890,16 @@ impl Model {
         Some(gone * self.groups.len())
     }
 
-    pub(crate) fn prefill(
-        &mut self,
-        seq: u64,
-        (max_tokens, reserve): (usize, Option<usize>),
-        replay: usize,
-    ) -> Result<Prefill, Error> {
-        if max_tokens.min(self.budget()) == 0 {
+    pub(crate) fn prefill(&mut self, seq: u64, request: PrefillRequest) -> Result<Prefill, Error> {
+        if request.max_tokens.min(self.budget()) == 0 {
             return Ok(Prefill::NoBudget);
         }
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let may_match = self.caching && s.read_cache && s.ahead == s.registered * size;
         let matched = if may_match {
-            self.matched(s.namespace, &s.tokens, s.registered, replay, |_| true)
+            self.matched(s.namespace, &s.tokens, s.registered, request.replay, |_| {
+                true
+            })
         } else {
             Vec::new()
         };
@@ -914,11 +911,10 @@ impl Model {
         } else {
             (Vec::new(), 0)
         };
-        let asked = (max_tokens, reserve, replay);
-        let answer = self.prefill_behind(seq, asked, (&matched, source.clone()));
+        let answer = self.prefill_behind(seq, request, &matched, source.clone());
         match answer {
             Ok(Prefill::NoRoom { .. }) if source.1 > 0 => {
-                self.prefill_behind(seq, asked, (&matched, (Vec::new(), 0)))
+                self.prefill_behind(seq, request, &matched, (Vec::new(), 0))
             }
             answer => answer,
         }
@@ -927,9 +923,15 @@ impl Model {
     fn prefill_behind(
         &mut self,
         seq: u64,
-        (max_tokens, reserve, replay): (usize, Option<usize>, usize),
-        (matched, (source, copied_tokens)): (&[Row], (Vec<u32>, usize)),
+        request: PrefillRequest,
+        matched: &[Row],
+        (source, copied_tokens): (Vec<u32>, usize),
     ) -> Result<Prefill, Error> {
+        let PrefillRequest {
+            max_tokens,
+            spare_blocks,
+            replay,
+        } = request;
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let rows = s.table.len() + matched.len();
         let cached = matched.len() * size + copied_tokens;
@@ -960,7 +962,7 @@ impl Model {
         let now = (start + tokens).div_ceil(size).saturating_sub(rows);
         let all = s.tokens.len().div_ceil(size).saturating_sub(rows);
         let new: usize = (0..self.groups.len())
-            .map(|group| match (reserve, self.groups[group]) {
+            .map(|group| match (spare_blocks, self.groups[group]) {
                 (None, _) => now,
                 (Some(_), None) => all,
                 (Some(_), Some(window)) => {
@@ -983,7 +985,7 @@ impl Model {
                 }
             })
             .sum();
-        let needed = revived + new + copies + reserve.unwrap_or(0);
+        let needed = revived + new + copies + spare_blocks.unwrap_or(0);
         if needed > self.queue.len() {
             return Ok(Prefill::NoRoom {
                 needed,

@@ -1,5 +1,7 @@
 //! Operations on a manager, as numbers from any source.
 
+use kv_core::PrefillRequest;
+
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
     New {
@@ -23,12 +25,7 @@ pub(crate) enum Op {
     Append(usize, u8),
     DropPin(usize),
     Begin(usize),
-    Prefill {
-        seq: usize,
-        max_tokens: usize,
-        reserve: Option<usize>,
-        replay: usize,
-    },
+    Prefill(usize, PrefillRequest),
     Decode(u8, usize),
     Speculate(usize, usize),
     Draft(u8, usize),

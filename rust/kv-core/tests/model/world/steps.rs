@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 
 use kv_core::{
-    Error, IntArray, Miss, MissReason, PlanKey, Prefill, SeqHandle, SharedI64, StepArrays,
+    Error, IntArray, Miss, MissReason, PlanKey, Prefill, PrefillRequest, SeqHandle, SharedI64,
+    StepArrays,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -28,7 +29,7 @@ impl World {
         if let Op::Decoding(seed) = *op {
             return self.decoding(seed);
         }
-        let plans = matches!(op, Op::Prefill { .. } | Op::Decode(..) | Op::Speculate(..));
+        let plans = matches!(op, Op::Prefill(..) | Op::Decode(..) | Op::Speculate(..));
         let is_launched = |step: &Step| step.launched.is_some();
         if plans && self.steps.len() < 2 && self.steps.back().is_none_or(is_launched) {
             self.begin(63)?; // or most operations would find nothing to do
@@ -43,14 +44,9 @@ impl World {
             .back()
             .is_some_and(|step| step.launched.is_none());
         match *op {
-            Op::Prefill {
-                seq,
-                max_tokens,
-                reserve,
-                replay,
-            } if planning => {
+            Op::Prefill(seq, request) if planning => {
                 if let Some(i) = Self::pick(&self.handles, seq) {
-                    self.prefill(plan, i, (max_tokens, reserve), replay)?;
+                    self.prefill(plan, i, request)?;
                 }
             }
             Op::Decode(mask, lookahead) if planning => self.decode(plan, mask, lookahead)?,
@@ -124,15 +120,14 @@ impl World {
         &mut self,
         plan: PlanKey,
         i: usize,
-        limits: (usize, Option<usize>),
-        replay: usize,
+        request: PrefillRequest,
     ) -> Result<(), TestCaseError> {
         let (key, id) = (self.handles[i].key(), self.handles[i].id());
         let known = self.manager.view(key).expect("live");
         let pending = known.num_pending_tokens > 0 || self.speculates(id);
         let left = known.tokens.len().saturating_sub(known.num_planned_tokens);
         let (is_first, read_cache) = match self.model.seqs.get(&id) {
-            Some(seq) => (seq.ahead == 0 && replay == 0, seq.read_cache),
+            Some(seq) => (seq.ahead == 0 && request.replay == 0, seq.read_cache),
             None => (false, false),
         };
         let namespace = self.model.seqs.get(&id).map_or(0, |seq| seq.namespace);
@@ -145,7 +140,7 @@ impl World {
                 reason: MissReason::ReadsDisabled,
             }),
         };
-        let answer = self.manager.prefill_again(plan, key, limits, replay);
+        let answer = self.manager.prefill_again(plan, key, request);
         if self.in_newest(id) || pending {
             prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
             return Ok(());
@@ -155,7 +150,7 @@ impl World {
             return Ok(());
         }
         if self.exact {
-            prop_assert_eq!(&answer, &self.model.prefill(id, limits, replay));
+            prop_assert_eq!(&answer, &self.model.prefill(id, request));
         }
         prop_assert!(answer.is_ok(), "{:?}", answer);
         if matches!(answer, Ok(Prefill::Planned { .. })) {
