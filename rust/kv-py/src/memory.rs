@@ -1,7 +1,7 @@
 //! Unsafe code: the memory of a Python buffer as a slice.
 
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
+use std::sync::atomic::Ordering::Acquire;
+use std::sync::atomic::compiler_fence;
 
 use kv_core::{SharedI32, SharedI64};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
@@ -9,43 +9,18 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// An integer that Python's arrays hold, and the type by which its memory is shared with other threads.
+/// An integer of step arrays, and the type by which its memory is shared with other threads.
 pub(crate) trait SharedInt: Element {
     /// Of the same size and alignment; every access is atomic.
     type Shared;
-
-    /// The value of an element now.
-    fn read(element: &Self::Shared) -> Self;
 }
 
-macro_rules! shared_ints {
-    ($($int:ty: $shared:ty, |$element:ident| $value:expr;)*) => {
-        $(
-            impl SharedInt for $int {
-                type Shared = $shared;
-
-                #[inline]
-                fn read($element: &$shared) -> Self {
-                    $value
-                }
-            }
-
-            const _: () = assert!(
-                size_of::<$int>() == size_of::<$shared>() && align_of::<$int>() == align_of::<$shared>()
-            );
-        )*
-    };
+impl SharedInt for i32 {
+    type Shared = SharedI32;
 }
 
-shared_ints! {
-    i64: SharedI64, |element| element.get();
-    i32: SharedI32, |element| element.get();
-    u64: AtomicU64, |element| element.load(Relaxed);
-    u32: AtomicU32, |element| element.load(Relaxed);
-    u16: AtomicU16, |element| element.load(Relaxed);
-    i16: AtomicI16, |element| element.load(Relaxed);
-    u8: AtomicU8, |element| element.load(Relaxed);
-    i8: AtomicI8, |element| element.load(Relaxed);
+impl SharedInt for i64 {
+    type Shared = SharedI64;
 }
 
 /// The elements of a C-contiguous buffer; `None` for one that is not.
@@ -59,121 +34,25 @@ pub(crate) fn elements<T: SharedInt>(buffer: &PyBuffer<T>) -> Option<&[T::Shared
     }
     match buffer.item_count() {
         0 => Some(&[]), // an empty array may have no memory
-        // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has too (see
-        // above); the exporter keeps the memory in place while the buffer is held; integers have no invalid
+        // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has
+        // too; the exporter keeps the memory in place while the buffer is held; integers have no invalid
         // values. Accesses of other threads are atomic if they come through here, else (NumPy) one machine
         // instruction an element.
         count => Some(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) }),
     }
 }
 
-/// Copies elements that other threads may write meanwhile: what they write may be in the copy, in part.
-pub(crate) fn copy_shared<T: SharedInt>(from: &[T::Shared], to: &mut [T]) {
-    let from = &from[..to.len()];
-    let done = copy_blocks::<T>(from, to);
-    for (to, from) in to.iter_mut().zip(from).skip(done) {
-        *to = T::read(from);
-    }
-}
-
-/// Copies blocks of 64 bytes; returns how many elements that were. In instructions that the compiler cannot look
-/// into: it would take atomic accesses one by one, and must not see others where threads write.
-#[cfg(target_arch = "x86_64")]
+/// Copies elements of a C-contiguous buffer, from number `first` on, to all of `to`. If another thread writes to them
+/// meanwhile, the copy has old and new values, or parts of both.
 #[allow(unsafe_code)]
-fn copy_blocks<T: SharedInt>(from: &[T::Shared], to: &mut [T]) -> usize {
-    const BLOCK: usize = 64;
-    let blocks = size_of_val(to).min(size_of_val(from)) / BLOCK;
-    if blocks == 0 {
-        return 0;
-    }
-    // SAFETY: both have so many blocks; `from` may be read at any time, and all bits are a `T`. Every x86-64 has
-    // these instructions.
-    unsafe {
-        std::arch::asm!(
-            "2:",
-            "movdqu {a}, [{from}]",
-            "movdqu {b}, [{from} + 16]",
-            "movdqu {c}, [{from} + 32]",
-            "movdqu {d}, [{from} + 48]",
-            "movdqu [{to}], {a}",
-            "movdqu [{to} + 16], {b}",
-            "movdqu [{to} + 32], {c}",
-            "movdqu [{to} + 48], {d}",
-            "add {from}, 64",
-            "add {to}, 64",
-            "dec {blocks}",
-            "jnz 2b",
-            from = inout(reg) from.as_ptr().cast::<u8>() => _,
-            to = inout(reg) to.as_mut_ptr().cast::<u8>() => _,
-            blocks = inout(reg) blocks => _,
-            a = out(xmm_reg) _,
-            b = out(xmm_reg) _,
-            c = out(xmm_reg) _,
-            d = out(xmm_reg) _,
-            options(nostack),
-        );
-    }
-    blocks * BLOCK / size_of::<T>()
-}
-
-/// Appends the lower halves of 64-bit elements that other threads may write meanwhile, as many as there are whole
-/// blocks of eight, and returns their higher halves in one; `None` if the machine has no AVX2.
-///
-/// One pass in assembly: the compiler would take atomic accesses one by one, and must not read an element twice.
-#[cfg(target_arch = "x86_64")]
-#[allow(unsafe_code)]
-pub(crate) fn append_low_halves<T: SharedInt>(
-    from: &[T::Shared],
-    to: &mut Vec<u32>,
-) -> Option<u64> {
-    const BLOCK: usize = 8;
-    let blocks = from.len() / BLOCK;
-    if size_of::<T>() != 8 || blocks == 0 || !is_x86_feature_detected!("avx2") {
-        return None;
-    }
-    to.reserve(blocks * BLOCK);
-    let mut all = [0u64; 4];
-    // SAFETY: `from` has so many blocks, which may be read at any time, and `to` has space for as many elements, all
-    // of which are written. The machine has AVX2.
-    unsafe {
-        std::arch::asm!(
-            "vpxor ymm3, ymm3, ymm3",
-            "2:",
-            "vmovdqu ymm0, [{from}]",
-            "vmovdqu ymm1, [{from} + 32]",
-            "vpor ymm3, ymm3, ymm0",
-            "vpor ymm3, ymm3, ymm1",
-            "vshufps ymm0, ymm0, ymm1, 0x88", // lower halves of 0, 1, 4, 5, 2, 3, 6, 7
-            "vpermq ymm0, ymm0, 0xd8",
-            "vmovdqu [{to}], ymm0",
-            "add {from}, 64",
-            "add {to}, 32",
-            "dec {blocks}",
-            "jnz 2b",
-            "vmovdqu [{all}], ymm3",
-            "vzeroupper",
-            from = inout(reg) from.as_ptr().cast::<u8>() => _,
-            to = inout(reg) to.as_mut_ptr().add(to.len()).cast::<u8>() => _,
-            blocks = inout(reg) blocks => _,
-            all = in(reg) all.as_mut_ptr(),
-            out("ymm0") _,
-            out("ymm1") _,
-            out("ymm3") _,
-            options(nostack),
-        );
-        to.set_len(to.len() + blocks * BLOCK);
-    }
-    Some(all.into_iter().fold(0, |all, each| all | each) >> 32)
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn append_low_halves<T: SharedInt>(_: &[T::Shared], _: &mut Vec<u32>) -> Option<u64> {
-    None
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn copy_blocks<T: SharedInt>(_: &[T::Shared], _: &mut [T]) -> usize {
-    0
+pub(crate) fn copy_elements<T: Element>(buffer: &PyBuffer<T>, first: usize, to: &mut [T]) {
+    assert!(buffer.is_c_contiguous() && first + to.len() <= buffer.item_count());
+    let from = buffer.buf_ptr().cast::<T>().wrapping_add(first);
+    // SAFETY: the buffer has these elements, and `to` is no part of it; all bits are a `T`. Writes of other threads are
+    // races, as they are in NumPy. Nothing depends on the values during the copy, and the fence keeps the compiler from
+    // reading the buffer again in place of the copy.
+    unsafe { from.copy_to_nonoverlapping(to.as_mut_ptr(), to.len()) };
+    compiler_fence(Acquire);
 }
 
 /// The memory of blocks: a writable C-contiguous buffer whose first dimension is the block id.

@@ -1,6 +1,6 @@
 //! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
 
-use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{
     PyBufferError, PyException, PyNotImplementedError, PyTypeError, PyValueError,
 };
@@ -11,7 +11,7 @@ use crate::errors::TokenError;
 use crate::exported::{NoBuffer, buffer_of};
 use crate::items::{items, reserved};
 use crate::lists::leading_ints;
-use crate::memory::{SharedInt, append_low_halves, copy_shared, elements, is_swapped};
+use crate::memory::{copy_elements, is_swapped};
 use crate::numbers::{in_words, not_an_int};
 
 /// Spare capacity of a prompt, in tokens: the first sampled tokens do not reallocate it.
@@ -154,14 +154,11 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
 
 fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
     let mut tokens = with_spare(buffer.item_count())?;
-    if let Some(elements) = elements(buffer) {
-        if append_low_halves::<T>(elements, &mut tokens) != Some(0) {
-            tokens.clear(); // a value has higher bits, or the machine lacks the instructions
-        }
+    if buffer.is_c_contiguous() {
         let mut copy = [T::default(); CHUNK];
-        for chunk in elements[tokens.len()..].chunks(CHUNK) {
-            let copy = &mut copy[..chunk.len()];
-            copy_shared(chunk, copy);
+        for first in (0..buffer.item_count()).step_by(CHUNK) {
+            let copy = &mut copy[..CHUNK.min(buffer.item_count() - first)];
+            copy_elements(buffer, first, copy);
             narrow(&mut tokens, copy)?;
         }
         return Ok(tokens);
@@ -224,7 +221,7 @@ fn low_halves_here<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> u64 {
 }
 
 /// An element of a buffer of token ids.
-trait TokenInt: SharedInt + Copy + Default + std::fmt::Display {
+trait TokenInt: Element + Copy + Default + std::fmt::Display {
     /// As 64 bits; a negative one has its high bits set.
     fn wide(self) -> u64;
 }
