@@ -22,9 +22,9 @@ impl Graph {
     /// # Panics
     ///
     /// Files that cannot be read.
-    pub fn of_crate(folder: &str) -> Self {
+    pub fn of_crate(folder: impl AsRef<Path>) -> Self {
         let mut texts = BTreeMap::new();
-        read(&Path::new(folder).join("src"), "", &mut texts);
+        read(&folder.as_ref().join("src"), "", &mut texts);
         Self::of_modules(&texts)
     }
 
