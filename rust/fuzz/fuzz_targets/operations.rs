@@ -7,7 +7,7 @@
 mod model;
 
 use arbitrary::{Result, Unstructured};
-use kv_core::{Config, PrefillRequest};
+use kv_core::Config;
 use libfuzzer_sys::fuzz_target;
 use model::op::Op;
 use model::world::World;
@@ -35,7 +35,7 @@ fn play(u: &mut Unstructured) -> Result<()> {
         if u.is_empty() {
             break;
         }
-        let op = op(u)?;
+        let op = Op::choose(|bound| u.int_in_range(0..=bound - 1).unwrap_or(0));
         ops.push(op.clone());
         let done = world.apply(&op).and_then(|()| world.compare());
         done.unwrap_or_else(|difference| panic!("{difference}\nafter {ops:?}"));
@@ -44,70 +44,4 @@ fn play(u: &mut Unstructured) -> Result<()> {
         .end()
         .unwrap_or_else(|difference| panic!("at the end: {difference}\nafter {ops:?}"));
     Ok(())
-}
-
-/// One operation of few bytes, within the ranges of the property test.
-fn op(u: &mut Unstructured) -> Result<Op> {
-    let at = |u: &mut Unstructured| u.arbitrary::<u8>().map(usize::from);
-    Ok(match u.int_in_range(0..=31_u8)? {
-        0 | 1 => Op::New {
-            namespace: u.int_in_range(0..=1)?,
-            pattern: u.int_in_range(0..=3)?,
-            len: u.int_in_range(1..=13)?,
-            read_cache: u.ratio(7, 8)?,
-        },
-        2 => Op::Drop(at(u)?),
-        3 => Op::Free(at(u)?, u.int_in_range(0..=31_usize)?.checked_sub(16)),
-        4 => Op::Reset(at(u)?),
-        5 => Op::Match {
-            namespace: u.int_in_range(0..=1)?,
-            pattern: u.int_in_range(0..=3)?,
-            len: u.int_in_range(1..=13)?,
-        },
-        6 => Op::Pin(at(u)?),
-        7 => Op::Attach(at(u)?, at(u)?),
-        8 => Op::Fork(at(u)?, at(u)?),
-        9 => Op::Append(at(u)?, u.arbitrary()?),
-        10 => Op::DropPin(at(u)?),
-        11 | 12 => Op::Begin(u.int_in_range(0..=64)?),
-        13 | 14 => Op::Prefill(
-            at(u)?,
-            PrefillRequest {
-                max_tokens: u.int_in_range(0..=64)?,
-                spare_blocks: u.int_in_range(0..=7_usize)?.checked_sub(4),
-                replay: u.int_in_range(0..=11_usize)?.saturating_sub(8),
-            },
-        ),
-        15 | 16 => Op::Decode(
-            u.arbitrary()?,
-            u.int_in_range(0..=11_usize)?.saturating_sub(6),
-        ),
-        17 => match u.arbitrary()? {
-            true => Op::Speculate(at(u)?, u.int_in_range(0..=4)?),
-            false => Op::Draft(u.arbitrary()?, u.int_in_range(0..=4)?),
-        },
-        18 => Op::Trim(at(u)?, u.int_in_range(0..=5)?),
-        19 => Op::Cancel(at(u)?),
-        20 => match u.ratio(7, 8)? {
-            true => Op::Commit(u.arbitrary()?),
-            false => Op::Decoding(u.arbitrary()?),
-        },
-        21 => Op::WrongCommit,
-        22 => Op::Rollback,
-        23 => match u.int_in_range(0..=2)? {
-            0 => Op::EvictAll,
-            oldest => Op::DropPlan(oldest == 1),
-        },
-        24 => Op::Launch,
-        25 => Op::Reuse(at(u)?),
-        26 => Op::Extend(at(u)?, u.int_in_range(0..=11)?),
-        27 => Op::Publish(at(u)?, u.arbitrary()?),
-        28 | 29 => Op::Reserve(at(u)?, at(u)?),
-        30 => Op::Complete(at(u)?, u.arbitrary()?),
-        _ => match u.int_in_range(0..=7)? {
-            0 => Op::DropTransfer(at(u)?),
-            1 => Op::Abandon(at(u)?),
-            count => Op::Evict(count - 2),
-        },
-    })
 }

@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use kv_core::{Config, Eviction, PrefillRequest};
+use kv_core::{Config, Eviction};
 use kv_trace::replay;
 use model::op::Op;
 use model::recording::Recording;
@@ -25,48 +25,10 @@ const DEFAULT_OPS: usize = 20_000;
 const MOST_RUNS: usize = 20;
 
 fn op() -> impl Strategy<Value = Op> {
-    let len = prop_oneof![9 => 1..14_usize, 1 => 14..70_usize];
-    let reserve = prop_oneof![2 => Just(None), 1 => (0..4_usize).prop_map(Some)];
-    let replay = prop_oneof![4 => Just(0), 1 => 1..9_usize];
-    prop_oneof![
-        8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.8))
-            .prop_map(|(namespace, pattern, len, read_cache)| Op::New { namespace, pattern, len, read_cache }),
-        2 => any::<usize>().prop_map(Op::Drop),
-        2 => (any::<usize>(), prop::option::of(0..20_usize)).prop_map(|(seq, kept)| Op::Free(seq, kept)),
-        1 => any::<usize>().prop_map(Op::Reset),
-        2 => (0..2_u8, 0..4_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
-        3 => any::<usize>().prop_map(Op::Pin),
-        3 => any::<(usize, usize)>().prop_map(|(seq, pin)| Op::Attach(seq, pin)),
-        9 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
-        3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
-        3 => any::<usize>().prop_map(Op::DropPin),
-        10 => prop_oneof![2 => 0..9_usize, 3 => Just(64_usize)].prop_map(Op::Begin),
-        40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve, replay)
-            .prop_map(|(seq, max_tokens, spare_blocks, replay)| {
-                Op::Prefill(seq, PrefillRequest { max_tokens, spare_blocks, replay })
-            }),
-        24 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
-            .prop_map(|(mask, lookahead)| Op::Decode(mask, lookahead)),
-        16 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),
-        10 => (any::<u8>(), 0..5_usize).prop_map(|(mask, drafts)| Op::Draft(mask, drafts)),
-        3 => (any::<usize>(), 0..6_usize).prop_map(|(seq, more)| Op::Trim(seq, more)),
-        3 => any::<usize>().prop_map(Op::Cancel),
-        12 => any::<u8>().prop_map(Op::Commit),
-        2 => any::<u8>().prop_map(Op::Decoding),
-        1 => Just(Op::WrongCommit),
-        1 => Just(Op::Rollback),
-        1 => any::<bool>().prop_map(Op::DropPlan),
-        3 => Just(Op::Launch),
-        1 => Just(Op::EvictAll),
-        6 => any::<usize>().prop_map(Op::Reuse),
-        14 => (any::<usize>(), 0..12_usize).prop_map(|(seq, more)| Op::Extend(seq, more)),
-        20 => any::<(usize, u8)>().prop_map(|(seq, how)| Op::Publish(seq, how)),
-        14 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Reserve(seq, len)),
-        9 => any::<(usize, u8)>().prop_map(|(transfer, how)| Op::Complete(transfer, how)),
-        1 => any::<usize>().prop_map(Op::DropTransfer),
-        1 => any::<usize>().prop_map(Op::Abandon),
-        2 => (0..6_usize).prop_map(Op::Evict),
-    ]
+    any::<[u16; 8]>().prop_map(|numbers| {
+        let mut numbers = numbers.into_iter().map(usize::from);
+        Op::choose(|bound| numbers.next().expect("eight are enough") % bound)
+    })
 }
 
 /// Runs `KV_OPS / share` operations; returns the sum of each counter.

@@ -50,6 +50,91 @@ pub(crate) enum Op {
     Evict(usize),
 }
 
+/// Bounds that mean "any": of an index of a list that is short, and of a number of tokens.
+const ANY: usize = 256;
+const ANY_LEN: usize = 1_024;
+
+impl Op {
+    /// The sum of the weights of all kinds.
+    const WEIGHTS: usize = 230;
+
+    /// An operation made of at most eight numbers; `below` gives one below its argument.
+    pub(crate) fn choose(mut below: impl FnMut(usize) -> usize) -> Self {
+        let below = &mut below;
+        match below(Self::WEIGHTS) {
+            0..8 => Self::New {
+                namespace: below(2) as u8,
+                pattern: below(4) as u8,
+                len: choose_len(below),
+                read_cache: below(5) > 0,
+            },
+            8..10 => Self::Drop(below(ANY)),
+            10..12 => Self::Free(below(ANY), below(40).checked_sub(20)),
+            12 => Self::Reset(below(ANY)),
+            13..15 => Self::Match {
+                namespace: below(2) as u8,
+                pattern: below(4) as u8,
+                len: choose_len(below),
+            },
+            15..18 => Self::Pin(below(ANY)),
+            18..21 => Self::Attach(below(ANY), below(ANY)),
+            21..30 => Self::Fork(below(ANY), below(ANY_LEN)),
+            30..33 => Self::Append(below(ANY), below(256) as u8),
+            33..36 => Self::DropPin(below(ANY)),
+            36..46 => Self::Begin(often(64, 6, 9, below)),
+            46..86 => Self::Prefill(
+                below(ANY),
+                PrefillRequest {
+                    max_tokens: often(64, 6, 6, below),
+                    spare_blocks: below(12).checked_sub(8),
+                    replay: often(0, 8, 9, below),
+                },
+            ),
+            86..110 => Self::Decode(below(256) as u8, often(0, 7, 6, below)),
+            110..126 => Self::Speculate(below(ANY), below(5)),
+            126..136 => Self::Draft(below(256) as u8, below(5)),
+            136..139 => Self::Trim(below(ANY), below(6)),
+            139..142 => Self::Cancel(below(ANY)),
+            142..154 => Self::Commit(below(256) as u8),
+            154..156 => Self::Decoding(below(256) as u8),
+            156 => Self::WrongCommit,
+            157 => Self::Rollback,
+            158 => Self::DropPlan(below(2) == 1),
+            159..162 => Self::Launch,
+            162 => Self::EvictAll,
+            163..169 => Self::Reuse(below(ANY)),
+            169..183 => Self::Extend(below(ANY), below(12)),
+            183..203 => Self::Publish(below(ANY), below(256) as u8),
+            203..217 => Self::Reserve(below(ANY), below(ANY_LEN)),
+            217..226 => Self::Complete(below(ANY), below(256) as u8),
+            226 => Self::DropTransfer(below(ANY)),
+            227 => Self::Abandon(below(ANY)),
+            _ => Self::Evict(below(6)),
+        }
+    }
+}
+
+/// A length of a prompt: mostly of a few blocks.
+fn choose_len(below: &mut impl FnMut(usize) -> usize) -> usize {
+    match below(10) {
+        0 => 14 + below(56),
+        _ => 1 + below(13),
+    }
+}
+
+/// `usual` in `times` of 10 cases, else a number below `bound`.
+fn often(
+    usual: usize,
+    times: usize,
+    bound: usize,
+    below: &mut impl FnMut(usize) -> usize,
+) -> usize {
+    match below(10) {
+        number if number < times => usual,
+        _ => below(bound),
+    }
+}
+
 /// Few patterns with common prefixes, so that contents meet.
 pub(crate) fn tokens(pattern: u8, len: usize) -> Vec<u32> {
     (0..len as u32)
