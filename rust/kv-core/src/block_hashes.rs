@@ -1,14 +1,14 @@
 //! The set of block hashes, which keeps them distinct.
 //!
-//! A hash selects a line of 16 slots by its low bits; 32 mixed bits of its low half are stored in any slot of the line. So
-//! an insertion or removal compares one cache line, without a search whose end cannot be predicted. Two hashes with
+//! A hash selects a line of 16 cells by its low bits; 32 mixed bits of its low half are stored in any cell of the line.
+//! So an insertion or removal compares one cache line, without a search whose end cannot be predicted. Two hashes with
 //! equal stored bits count as equal, once in 2^32 comparisons: that block has no hash.
 
 mod check;
 
 use std::collections::{HashSet, TryReserveError};
 
-/// Stored bits of hashes, 0 in empty slots: one cache line.
+/// Stored bits of hashes, 0 in empty cells: one cache line.
 type Line = [u32; 16];
 
 /// Hashes per line on average, in a full pool.
@@ -31,7 +31,7 @@ fn mark(hash: u128) -> u32 {
     ((mixed >> 32) as u32).max(1)
 }
 
-/// The slot of this mark.
+/// The cell of this mark.
 fn place(line: &Line, mark: u32) -> Option<usize> {
     let places = line.iter().enumerate();
     let found = places.fold(0_u32, |found, (at, &there)| {

@@ -4,8 +4,8 @@
 //! belongs to one group at a time, and all groups allocate from one pool. Every group has as many layers, so blocks
 //! have one size. (The idea is that of vLLM's hybrid KV cache manager.)
 //!
-//! A *row* is one logical block: `block_size` positions, and a physical block in each group. Lists of blocks are
-//! row-major, `row * groups + group`; with one group that is the plain block table.
+//! A *logical block* is `block_size` positions of a sequence, and a block in each group. Lists of blocks are
+//! by logical block, then by layer group, `index * groups + group`; with one group that is the plain block table.
 //!
 //! ```text
 //!   tokens     0..16   16..32  32..48  48..64  64..80
@@ -32,26 +32,26 @@ impl BlockSize {
         Self { tokens, shift, low }
     }
 
-    /// Whether a row begins at a position.
-    pub(crate) fn begins_row(self, position: usize) -> bool {
-        position & self.low == 0 && self.start_of(self.row_of(position)) == position
+    /// Whether a logical block begins at a position.
+    pub(crate) fn begins_index(self, position: usize) -> bool {
+        position & self.low == 0 && self.start_of(self.index_of(position)) == position
     }
 
-    /// The row of a position: the full rows before it.
-    pub(crate) fn row_of(self, position: usize) -> usize {
+    /// The logical block of a position: the full logical blocks before it.
+    pub(crate) fn index_of(self, position: usize) -> usize {
         match self.shift {
             Some(shift) => position >> shift,
             None => position / self.tokens,
         }
     }
 
-    /// The position at which a row begins.
-    pub(crate) fn start_of(self, row: usize) -> usize {
-        row * self.tokens
+    /// The position at which a logical block begins.
+    pub(crate) fn start_of(self, index: usize) -> usize {
+        index * self.tokens
     }
 }
 
-/// The layer groups of a pool, and how many rows before the end of a prefix each of them reads.
+/// The layer groups of a pool, and how many logical blocks before the end of a prefix each of them reads.
 #[derive(Clone, Debug)]
 pub(crate) struct Groups {
     /// The sliding windows, in tokens.
@@ -75,7 +75,7 @@ impl Groups {
         })
     }
 
-    /// The number of groups: the width of a row.
+    /// The number of groups: the width of a logical block.
     pub(crate) fn len(&self) -> usize {
         self.windows.len()
     }
@@ -89,14 +89,14 @@ impl Groups {
         self.block
     }
 
-    /// The row of a position: the full rows before it.
-    pub(crate) fn row_of(&self, position: usize) -> usize {
-        self.block.row_of(position)
+    /// The logical block of a position: the full logical blocks before it.
+    pub(crate) fn index_of(&self, position: usize) -> usize {
+        self.block.index_of(position)
     }
 
-    /// Rows that `num_tokens` tokens need.
-    pub(crate) fn rows(&self, num_tokens: usize) -> usize {
-        self.row_of(num_tokens.saturating_add(self.block_size() - 1))
+    /// Logical blocks that `num_tokens` tokens need.
+    pub(crate) fn num_indices(&self, num_tokens: usize) -> usize {
+        self.index_of(num_tokens.saturating_add(self.block_size() - 1))
     }
 
     pub(crate) fn have_windows(&self) -> bool {
@@ -112,30 +112,31 @@ impl Groups {
         self.windows[group].is_some()
     }
 
-    /// The first row of a prefix of `rows` full rows that a group needs for a query at its end or at its last
-    /// position.
-    pub(crate) fn first_row(&self, group: usize, rows: usize) -> usize {
-        self.first_row_of(group, rows, 0)
+    /// The first logical block of a prefix of `indices` full logical blocks that a group needs for a query at its
+    /// end or at its last position.
+    pub(crate) fn first_index(&self, group: usize, indices: usize) -> usize {
+        self.first_index_of(group, indices, 0)
     }
 
     /// The same, also for queries at its last `replay` positions.
-    pub(crate) fn first_row_of(&self, group: usize, rows: usize, replay: usize) -> usize {
-        rows.saturating_sub(self.reach(group, replay))
+    pub(crate) fn first_index_of(&self, group: usize, indices: usize, replay: usize) -> usize {
+        indices.saturating_sub(self.reach(group, replay))
     }
 
-    /// Rows that the window of a query reaches into, and of the `replay` - 1 positions before it.
+    /// Logical blocks that the window of a query reaches into, and of the `replay` - 1 positions before it.
     fn reach(&self, group: usize, replay: usize) -> usize {
         let before = replay.saturating_sub(1);
-        let rows = |window: usize| self.rows(window.saturating_add(before));
-        self.windows[group].map_or(usize::MAX, rows)
+        let indices = |window: usize| self.num_indices(window.saturating_add(before));
+        self.windows[group].map_or(usize::MAX, indices)
     }
 
-    /// The most rows that a group holds at once until `num_tokens` tokens are computed, at most `most` in a step.
+    /// The most logical blocks that a group holds at once until `num_tokens` tokens are computed, at most `most` in a
+    /// step.
     pub(crate) fn peak(&self, group: usize, num_tokens: usize, most: usize) -> usize {
-        let rows = num_tokens.div_ceil(self.block_size());
-        // A step of n tokens touches at most this many rows, wherever it begins.
+        let indices = num_tokens.div_ceil(self.block_size());
+        // A step of n tokens touches at most this many logical blocks, wherever it begins.
         let step = most.saturating_add(2 * self.block_size() - 2) / self.block_size();
-        rows.min(self.reach(group, 0).saturating_add(step))
+        indices.min(self.reach(group, 0).saturating_add(step))
     }
 
     /// The most blocks that one sequence holds at once until `num_tokens` tokens are computed, at most `most` in a
@@ -154,25 +155,25 @@ mod tests {
     fn a_prefix_needs_the_rows_that_its_next_token_sees() {
         for (window, block_size) in [(1, 1), (4, 4), (5, 4), (6, 4), (7, 3), (16, 16)] {
             let groups = Groups::new(&[Some(window)], block_size).expect("valid");
-            for rows in 0..10 {
-                let tokens = rows * block_size;
+            for indices in 0..10 {
+                let tokens = indices * block_size;
                 // A full hit computes its last token again; everything else begins at the end.
                 for position in tokens.saturating_sub(1)..=tokens {
                     let seen = (position + 1).saturating_sub(window) / block_size;
-                    assert!(groups.first_row(0, rows) <= seen);
-                    assert!(groups.first_row(0, rows) + 1 >= seen);
+                    assert!(groups.first_index(0, indices) <= seen);
+                    assert!(groups.first_index(0, indices) + 1 >= seen);
                 }
                 for replay in 0..12 {
-                    let first = groups.first_row_of(0, rows, replay);
+                    let first = groups.first_index_of(0, indices, replay);
                     let query = tokens.saturating_sub(replay.max(1));
                     let seen = (query + 1).saturating_sub(window) / block_size;
-                    assert_eq!(first, seen.min(rows), "{replay} tokens before {tokens}");
-                    assert!(replay > 1 || first == groups.first_row(0, rows));
+                    assert_eq!(first, seen.min(indices), "{replay} tokens before {tokens}");
+                    assert!(replay > 1 || first == groups.first_index(0, indices));
                 }
             }
         }
         let full = Groups::new(&[None], 4).expect("valid");
-        assert_eq!(full.first_row(0, 1_000_000), 0);
+        assert_eq!(full.first_index(0, 1_000_000), 0);
     }
 
     #[test]
@@ -183,8 +184,9 @@ mod tests {
                 let (mut computed, mut peak) = (0, 0);
                 while computed < num_tokens {
                     let end = (computed + most).min(num_tokens);
-                    let (rows, from) = (end.div_ceil(size), groups.first_row(1, computed / size));
-                    peak = peak.max(rows + rows - from);
+                    let (indices, from) =
+                        (end.div_ceil(size), groups.first_index(1, computed / size));
+                    peak = peak.max(indices + indices - from);
                     computed = end;
                 }
                 assert!(peak <= groups.blocks_for(num_tokens, most));
@@ -194,28 +196,32 @@ mod tests {
         }
     }
 
-    /// A window of 8 reaches into two rows of 4; a step of n tokens touches some more.
+    /// A window of 8 reaches into two logical blocks of 4; a step of n tokens touches some more.
     #[test]
     fn peaks() {
         let groups = Groups::new(&[Some(8), None], 4).expect("valid");
-        for (most, rows) in [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)] {
-            assert_eq!(groups.peak(0, 100, most), 2 + rows, "{most} tokens");
+        for (most, indices) in [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)] {
+            assert_eq!(groups.peak(0, 100, most), 2 + indices, "{most} tokens");
             assert_eq!(groups.peak(1, 100, most), 25);
-            assert_eq!(groups.blocks_for(100, most), 25 + 2 + rows);
+            assert_eq!(groups.blocks_for(100, most), 25 + 2 + indices);
         }
-        for (num_tokens, rows) in [(0, 0), (4, 1), (5, 2), (9, 3), (17, 4)] {
-            assert_eq!(groups.peak(0, num_tokens, 2), rows, "{num_tokens} tokens");
+        for (num_tokens, indices) in [(0, 0), (4, 1), (5, 2), (9, 3), (17, 4)] {
+            assert_eq!(
+                groups.peak(0, num_tokens, 2),
+                indices,
+                "{num_tokens} tokens"
+            );
         }
         assert_eq!(groups.peak(0, 100, usize::MAX), 25);
     }
 
     #[test]
-    fn rows_of_positions() {
+    fn indices_of_positions() {
         for block_size in [1, 3, 4, 6, 16] {
             let groups = Groups::new(&[None], block_size).expect("valid");
             for position in 0..40 {
-                assert_eq!(groups.row_of(position), position / block_size);
-                assert_eq!(groups.rows(position), position.div_ceil(block_size));
+                assert_eq!(groups.index_of(position), position / block_size);
+                assert_eq!(groups.num_indices(position), position.div_ceil(block_size));
             }
             assert_eq!((groups.len(), groups.block_size()), (1, block_size));
             assert!(!groups.have_windows() && !groups.is_window(0));
@@ -232,7 +238,7 @@ mod tests {
             assert_eq!(groups.is_one(), is_one);
         }
         assert_eq!(
-            [1, 2, 3, 4].map(|rows| groups.first_row(1, rows)),
+            [1, 2, 3, 4].map(|indices| groups.first_index(1, indices)),
             [0, 0, 1, 2]
         );
     }

@@ -56,7 +56,7 @@ index!(
     BlockId
 );
 index!(
-    /// A slot of a radix node; reused once the node is removed.
+    /// The number of a radix node; reused once the node is removed.
     NodeId
 );
 
@@ -95,7 +95,7 @@ impl From<u32> for BlockId {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SeqKey {
     pub(crate) manager: u32,
-    pub(crate) slot: u32,
+    pub(crate) seq_index: u32,
     pub(crate) id: u64,
 }
 

@@ -85,7 +85,7 @@ impl BlockManager {
                 Deferred::Sequence(key) => {
                     if self.state.seqs.get(key).is_ok() {
                         report(&mut self.recorder, || Call::drop_sequence(key.id), &());
-                        self.state.end_sequence(key.slot);
+                        self.state.end_sequence(key.seq_index);
                     }
                 }
                 Deferred::Plan(key) => {
@@ -196,7 +196,7 @@ impl BlockManager {
             num_in_flight_tokens: seq.in_flight as usize,
             num_copied_tokens: seq.copied as usize,
             miss: seq.miss.as_deref(),
-            num_registered_blocks: seq.registered.rows(),
+            num_registered_blocks: seq.registered.num_indices(),
         })
     }
 
@@ -254,7 +254,7 @@ impl BlockManager {
         check_namespace(namespace)?;
         let root = self.state.pool.acquire_root(namespace);
         let key = self.state.seqs.insert(tokens, root, read_cache);
-        let tokens = &self.state.seqs.at(key.slot).tokens;
+        let tokens = &self.state.seqs.at(key.seq_index).tokens;
         let call = || Call::sequence(&tokens[..], namespace, read_cache);
         report(&mut self.recorder, call, &key);
         Ok(SeqHandle::new(&self.shared, key))
@@ -268,8 +268,8 @@ impl BlockManager {
         Ok(self.grant(blocks, || Call::match_prefix(tokens, namespace)))
     }
 
-    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no block
-    /// and no order of eviction.
+    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no
+    /// block and no order of eviction.
     ///
     /// The answer depends on this namespace alone: on its cached blocks, its sequences and its evictions.
     pub fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Explanation, Error> {
@@ -292,7 +292,7 @@ impl BlockManager {
         if blocks.end != NodePosition::NONE {
             let (pool, table) = (&mut self.state.pool, &blocks.table);
             table.blocks().for_each(|block| pool.take_out(block));
-            num_tokens = table.rows() * self.config.block_size;
+            num_tokens = table.num_indices() * self.config.block_size;
         }
         let serial = self.recorder.as_ref().map(|_| {
             self.pins_recorded += 1;
@@ -412,8 +412,8 @@ impl BlockManager {
 
 /// KV that comes from outside the pool, or goes there.
 impl BlockManager {
-    /// Reserves blocks for the first `num_tokens` tokens of a sequence, whose KV the caller has elsewhere: on a disk, in
-    /// host memory, in another process.
+    /// Reserves blocks for the first `num_tokens` tokens of a sequence, whose KV the caller has elsewhere: on a disk,
+    /// in host memory, in another process.
     ///
     /// The transfer restores whole blocks after the longest cached prefix. It ends before a block that an open step
     /// is to compute or another transfer is to fill; ask again later for the rest. All or nothing: it has all of its
@@ -462,9 +462,9 @@ impl BlockManager {
         self.run(call, |state| state.abandon_transfer(transfer))
     }
 
-    /// The cached blocks that allocations evicted since the last call, in order, if `Config::keep_evicted` is on. Blocks
-    /// without a hash are left out. If nobody takes them, the latest are kept, at least as many as the pool has blocks:
-    /// the KV of earlier ones was overwritten.
+    /// The cached blocks that allocations evicted since the last call, in order, if `Config::keep_evicted` is on.
+    /// Blocks without a hash are left out. If nobody takes them, the latest are kept, at least as many as the pool has
+    /// blocks: the KV of earlier ones was overwritten.
     ///
     /// Take them after a step is planned and before it runs, or after another call that allocates: until then their
     /// KV is whole. [`BlockManager::evict`] keeps it whole for longer.
@@ -833,6 +833,6 @@ impl<'a> SequenceView<'a> {
     pub fn table(&self, group: usize) -> impl ExactSizeIterator<Item = Option<BlockId>> + 'a {
         let (table, groups) = (self.table, self.table.groups());
         assert!(group < groups, "one of {groups} layer groups");
-        (0..table.rows()).map(move |row| table.get(group, row))
+        (0..table.num_indices()).map(move |index| table.get(group, index))
     }
 }

@@ -12,8 +12,8 @@ pub(crate) struct OpenTransfer {
     pub(crate) key: TransferKey,
     /// The sequence that asked for it. It may have ended since.
     pub(crate) sequence: SeqKey,
-    pub(crate) rows: Range<usize>,
-    /// The blocks to fill, row by row.
+    pub(crate) indices: Range<usize>,
+    /// The blocks to fill, logical block by logical block.
     pub(crate) loading: Vec<LoadingBlock>,
     /// Cached blocks before and among them.
     pub(crate) held: Vec<BlockId>,

@@ -266,15 +266,15 @@ impl Pool {
     ) {
         let (queue, open) = (&self.queue, self.open);
         let is_ready = |block: BlockId| open.are_done_with(queue.meta(block));
-        let (tree, last, rows) = (&mut self.tree, prefix.last, prefix.rows());
+        let (tree, last, indices) = (&mut self.tree, prefix.last, prefix.num_indices());
         match purpose {
             Purpose::Read => {
                 found.begin(last, 0);
-                tree.find_match(found, groups, tokens, rows, is_ready);
+                tree.find_match(found, groups, tokens, indices, is_ready);
             }
             Purpose::Prefill { replay } => {
                 found.begin(last, replay);
-                tree.find_match(found, groups, tokens, rows, |_| true);
+                tree.find_match(found, groups, tokens, indices, |_| true);
             }
         }
     }

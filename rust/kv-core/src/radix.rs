@@ -42,14 +42,14 @@ const MAX_STALE_HASHES: usize = 1_024;
 /// prefill that ends inside a block.
 pub(crate) const MAX_COMPARED_CHILDREN: usize = 8;
 
-/// Consecutive cached blocks. The root of a namespace has none. The default is a vacant slot.
+/// Consecutive cached blocks. The root of a namespace has none. The default is a vacant node.
 #[derive(Default)]
 struct Node {
     /// Where it is attached; `NONE` for the root of a namespace.
     parent: NodePosition,
     /// The hash under which the index has it.
     hash: u32,
-    /// Blocks in the node; 0 in roots and vacant slots.
+    /// Blocks in the node; 0 in roots and vacant nodes.
     len: u32,
     tokens: Vec<u32>,
     /// By block, then by layer group.
@@ -223,9 +223,9 @@ impl RadixTree {
 
     fn insert_node(&mut self, node: Node) -> NodeId {
         match self.vacant.pop() {
-            Some(slot) => {
-                self.nodes[slot.at()] = node;
-                slot
+            Some(id) => {
+                self.nodes[id.at()] = node;
+                id
             }
             None => {
                 self.nodes.push(node);
@@ -732,16 +732,16 @@ impl RadixTree {
     /// Every cached block.
     pub(crate) fn cached(&self) -> impl Iterator<Item = NodePosition> + '_ {
         let nodes = self.nodes.iter().enumerate();
-        nodes.flat_map(move |(slot, node)| {
+        nodes.flat_map(move |(id, node)| {
             let blocks = node.blocks.chunks_exact(self.groups).zip(1_u32..);
             blocks.filter_map(move |(ids, offset)| {
                 let is_held = ids.iter().any(|&block| block != BlockId::NONE);
-                is_held.then_some(NodePosition::new(NodeId::new(slot), offset))
+                is_held.then_some(NodePosition::new(NodeId::new(id), offset))
             })
         })
     }
 
-    /// The live nodes, and the number of each by its slot: 0 for vacant slots.
+    /// The live nodes, and the number of each by its id: 0 for vacant nodes.
     pub(crate) fn snapshot(&self) -> (Vec<SnapshotNode>, Vec<u32>) {
         let numbers = self.nodes.iter().scan(0, |count, node| {
             let live = u32::from(node.is_live());
@@ -768,47 +768,47 @@ impl RadixTree {
 pub(crate) struct Match {
     /// The last matched position; where the search began if nothing matched.
     pub(crate) last: NodePosition,
-    /// Rows matched.
-    pub(crate) num_rows: usize,
-    /// Their blocks, row-major; `NONE` where no later token reads one.
+    /// Logical blocks matched.
+    pub(crate) num_indices: usize,
+    /// Their blocks, by logical block, then by layer group; `NONE` where no later token reads one.
     pub(crate) blocks: Vec<BlockId>,
-    /// By layer group, how many of the last rows are usable.
+    /// By layer group, how many of the last logical blocks are usable.
     usable: Vec<usize>,
     /// Matched tokens that are computed again: their windows must be cached, too.
     pub(crate) replay: usize,
 }
 
-/// How far a prefix reaches with another row.
+/// How far a prefix reaches with another logical block.
 enum Reach {
     /// No further: a group that sees everything lacks a block.
     Ends,
-    /// Not to this row, but perhaps to a later one: a window is not complete.
+    /// Not to this logical block, but perhaps to a later one: a window is not complete.
     Passes,
-    /// To this row.
+    /// To this logical block.
     Hits,
 }
 
 impl Match {
     /// Begins a search at `last`, for a prefix of which `replay` tokens are computed again.
     pub(crate) fn begin(&mut self, last: NodePosition, replay: usize) {
-        (self.last, self.num_rows, self.replay) = (last, 0, replay);
+        (self.last, self.num_indices, self.replay) = (last, 0, replay);
         self.blocks.clear();
         self.usable.clear();
     }
 
-    /// Adds a row with these blocks, the row number `rows` of the prefix, from 1.
+    /// Adds a logical block with these blocks, number `indices` of the prefix, from 1.
     fn push(
         &mut self,
         groups: &Groups,
-        rows: usize,
+        indices: usize,
         blocks: impl Iterator<Item = Option<BlockId>>,
     ) -> Reach {
         let mut reach = Reach::Hits;
         for (group, block) in blocks.enumerate() {
             self.usable[group] = block.map_or(0, |_| self.usable[group] + 1);
             self.blocks.push(block.unwrap_or(BlockId::NONE));
-            let first = groups.first_row_of(group, rows, self.replay);
-            if self.usable[group] < rows - first {
+            let first = groups.first_index_of(group, indices, self.replay);
+            if self.usable[group] < indices - first {
                 if !groups.is_window(group) {
                     return Reach::Ends;
                 }
@@ -820,7 +820,7 @@ impl Match {
 }
 
 impl RadixTree {
-    /// Finds the longest continuation of the first `from` rows of `tokens` over `usable` blocks, from `found.last`.
+    /// Finds the longest continuation of the first `from` blocks of `tokens` over `usable` blocks, from `found.last`.
     pub(crate) fn find_match(
         &mut self,
         found: &mut Match,
@@ -832,24 +832,24 @@ impl RadixTree {
         let rest = &tokens[(from * self.block_size).min(tokens.len())..];
         if groups.is_one() {
             found.last = self.follow(found.last, rest, &mut found.blocks, usable);
-            found.num_rows = found.blocks.len();
+            found.num_indices = found.blocks.len();
             return;
         }
         found.usable.resize(self.groups, from);
         let mut position = found.last;
-        for (row, tokens) in rest.chunks_exact(self.block_size).enumerate() {
+        for (index, tokens) in rest.chunks_exact(self.block_size).enumerate() {
             let Some(next) = self.next(position, tokens) else {
                 break;
             };
             let block = |group| self.block(next, group).filter(|&block| usable(block));
-            match found.push(groups, from + row + 1, (0..self.groups).map(block)) {
+            match found.push(groups, from + index + 1, (0..self.groups).map(block)) {
                 Reach::Ends => break,
                 Reach::Passes => {}
-                Reach::Hits => (found.last, found.num_rows) = (next, row + 1),
+                Reach::Hits => (found.last, found.num_indices) = (next, index + 1),
             }
             position = next;
         }
-        found.blocks.truncate(found.num_rows * self.groups);
+        found.blocks.truncate(found.num_indices * self.groups);
     }
 }
 

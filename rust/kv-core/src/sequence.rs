@@ -10,20 +10,20 @@ use crate::explain::Miss;
 use crate::ids::{BlockId, NodePosition, SeqKey};
 use crate::table::BlockTable;
 
-/// The registered rows of a sequence: its first `rows` are the blocks on the path to `last` in the radix tree. They
-/// are ready, or an open step computes them, and they are never written again.
-#[repr(C)] // the rows belong to the hot line of a sequence, the last does not
+/// The registered prefix of a sequence: its blocks are those on the path to `last` in the radix tree. They are
+/// ready, or an open step computes them, and they are never written again.
+#[repr(C)] // their number belongs to the hot line of a sequence, the last does not
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Registered {
-    rows: u32,
+    num_indices: u32,
     pub(crate) last: NodePosition,
 }
 
 impl Registered {
     #[inline]
-    pub(crate) fn new(last: NodePosition, rows: usize) -> Self {
-        let rows = rows as u32;
-        Self { rows, last }
+    pub(crate) fn new(last: NodePosition, num_indices: usize) -> Self {
+        let num_indices = num_indices as u32;
+        Self { num_indices, last }
     }
 
     pub(crate) fn at_root(root: NodePosition) -> Self {
@@ -31,8 +31,8 @@ impl Registered {
     }
 
     #[inline]
-    pub(crate) fn rows(&self) -> usize {
-        self.rows as usize
+    pub(crate) fn num_indices(&self) -> usize {
+        self.num_indices as usize
     }
 }
 
@@ -86,8 +86,8 @@ pub(crate) struct SequenceState {
     pub(crate) dropped: bool,
     /// The row of the newest plan that samples the last pending token.
     pub(crate) sample_row: SampleRow,
-    /// Rows before this one may be shared with a fork, registered or not.
-    pub(crate) shared_rows: u32,
+    /// Logical blocks before this index may be shared with a fork, registered or not.
+    pub(crate) shared_indices: u32,
     pub(crate) registered: Registered,
     /// Incremented whenever the table changes other than by growth.
     pub(crate) table_version: u32,
@@ -100,8 +100,8 @@ pub(crate) struct SequenceState {
     /// Of the cached tokens: those that an open step was to compute, and those copied from a part of a block.
     pub(crate) in_flight: u32,
     pub(crate) copied: u32,
-    /// Rows that may stay cached when it ends.
-    pub(crate) kept_rows: u32,
+    /// Leading logical blocks that may stay cached when it ends.
+    pub(crate) kept_indices: u32,
     /// Why its first prefill computes tokens, if misses are explained.
     pub(crate) miss: Option<Box<Miss>>,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
@@ -171,7 +171,7 @@ impl Sequence {
             registered: Registered::at_root(root),
             table,
             root,
-            kept_rows: u32::MAX,
+            kept_indices: u32::MAX,
             read_cache,
             ..SequenceState::default()
         })
@@ -183,10 +183,10 @@ impl Sequence {
         (self.tokens.len() + usize::from(self.pending)).saturating_sub(self.planned_end)
     }
 
-    /// Whether its block of a row may be shared with a fork and is yet to be written.
+    /// Whether its block of an index may be shared with a fork and is yet to be written.
     #[inline]
-    pub(crate) fn may_share(&self, row: usize) -> bool {
-        (self.registered.rows()..self.shared_rows as usize).contains(&row)
+    pub(crate) fn may_share(&self, index: usize) -> bool {
+        (self.registered.num_indices()..self.shared_indices as usize).contains(&index)
     }
 
     /// The row that samples its last pending token, if it has one.
@@ -309,20 +309,20 @@ impl Sequence {
         self.0.tokens.extend_from_slice(tokens);
     }
 
-    /// Sets its registered rows.
+    /// Sets its registered prefix.
     #[inline]
     pub(crate) fn register(&mut self, registered: Registered) {
         self.0.registered = registered;
     }
 
-    /// Rows before `rows` may be shared with a fork from now on.
-    pub(crate) fn share_rows(&mut self, rows: usize) {
-        self.0.shared_rows = self.shared_rows.max(rows as u32);
+    /// Logical blocks before `end` may be shared with a fork from now on.
+    pub(crate) fn share_indices(&mut self, end: usize) {
+        self.0.shared_indices = self.shared_indices.max(end as u32);
     }
 
-    /// Only its first `rows` rows may stay cached when it ends.
-    pub(crate) fn keep_rows(&mut self, rows: usize) {
-        self.0.kept_rows = rows.min(u32::MAX as usize) as u32;
+    /// Only its first `count` logical blocks may stay cached when it ends.
+    pub(crate) fn keep_indices(&mut self, count: usize) {
+        self.0.kept_indices = count.min(u32::MAX as usize) as u32;
     }
 
     /// Its handle was dropped or it was freed.
@@ -330,33 +330,33 @@ impl Sequence {
         self.0.dropped = true;
     }
 
-    /// Replaces its table, outside a plan: `computed` tokens are in it, and its rows are `registered`.
+    /// Replaces its table, outside a plan: `computed` tokens are in it, and `registered` is its registered prefix.
     pub(crate) fn set_table(&mut self, table: BlockTable, registered: Registered, computed: usize) {
         (self.0.table, self.0.registered) = (table, registered);
-        (self.0.cached, self.0.restored, self.0.shared_rows) = (0, 0, 0);
+        (self.0.cached, self.0.restored, self.0.shared_indices) = (0, 0, 0);
         (self.0.in_flight, self.0.copied) = (0, 0);
         self.set_computed(computed);
     }
 
-    /// Inserts matched rows after its registered ones. Rows before `seen` of a group slide out of its window, and go to
-    /// `slid`.
+    /// Inserts matched blocks after its registered ones. Those before `seen` of a group slide out of its window, and go
+    /// to `slid`.
     #[inline(always)] // every hit comes here
     pub(crate) fn insert_match(
         &mut self,
-        rows: BlockTable,
+        matched: BlockTable,
         registered: Registered,
         seen: impl Fn(usize) -> usize,
         slid: &mut Vec<(usize, BlockId)>,
     ) {
-        let (at, table) = (self.registered.rows(), &mut self.0.table);
+        let (at, table) = (self.registered.num_indices(), &mut self.0.table);
         for group in 0..table.groups() {
             table.slide(group, seen(group).min(at), |block| {
                 slid.push((group, block))
             });
         }
-        let only_grows = slid.is_empty() && table.rows() == at;
+        let only_grows = slid.is_empty() && table.num_indices() == at;
         self.0.table_version += u32::from(!only_grows);
-        self.0.table.insert(at, rows);
+        self.0.table.insert(at, matched);
         self.register(registered);
     }
 
@@ -367,10 +367,10 @@ impl Sequence {
         change(&mut self.0.table)
     }
 
-    /// Appends rows to its table; the blocks are row-major.
+    /// Appends blocks to its table, by logical block, then by layer group.
     #[inline]
-    pub(crate) fn push_rows(&mut self, blocks: &[BlockId]) {
-        self.0.table.push_rows(blocks);
+    pub(crate) fn push_indices(&mut self, blocks: &[BlockId]) {
+        self.0.table.push_indices(blocks);
     }
 
     /// The blocks of a table of one group, to append to.
@@ -380,12 +380,12 @@ impl Sequence {
     }
 }
 
-/// All sequences of a manager, by slot. A vacant slot has the id 0.
+/// All sequences of a manager, by index. A vacant index has the id 0.
 #[derive(Default)]
 pub(crate) struct Sequences {
     manager: u32,
     groups: usize,
-    slots: Vec<Sequence>,
+    sequences: Vec<Sequence>,
     vacant: Vec<u32>,
     next_id: u64,
 }
@@ -414,19 +414,19 @@ impl Sequences {
         self.next_id += 1;
         let table = BlockTable::new(self.groups);
         let sequence = Sequence::new(self.next_id, tokens, table, root, read_cache);
-        let slot = match self.vacant.pop() {
-            Some(slot) => {
-                self.slots[slot as usize] = sequence;
-                slot
+        let seq_index = match self.vacant.pop() {
+            Some(seq_index) => {
+                self.sequences[seq_index as usize] = sequence;
+                seq_index
             }
             None => {
-                self.slots.push(sequence);
-                (self.slots.len() - 1) as u32
+                self.sequences.push(sequence);
+                (self.sequences.len() - 1) as u32
             }
         };
         SeqKey {
             manager: self.manager,
-            slot,
+            seq_index,
             id: self.next_id,
         }
     }
@@ -434,7 +434,7 @@ impl Sequences {
     /// The sequence of a caller's key.
     #[inline]
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
-        match self.slots.get(key.slot as usize) {
+        match self.sequences.get(key.seq_index as usize) {
             Some(seq) if seq.answers_to(key, self.manager) => Ok(seq),
             _ => Err(no_sequence(key, self.manager)),
         }
@@ -443,35 +443,35 @@ impl Sequences {
     /// The sequence, if a plan may compute its last token without a copy on write.
     #[inline]
     pub(crate) fn decoding(&mut self, key: SeqKey, plan: PlanSet) -> Option<&mut Sequence> {
-        let seq = self.slots.get_mut(key.slot as usize)?;
+        let seq = self.sequences.get_mut(key.seq_index as usize)?;
         let matches = seq.id == key.id && key.manager == self.manager;
         let is_held = seq.plans.meets(plan) | seq.speculating | seq.dropped;
         let left_one = seq.tokens.len() + usize::from(seq.pending) == seq.planned_end + 1;
-        let shares = seq.shared_rows > seq.registered.rows;
+        let shares = seq.shared_indices > seq.registered.num_indices;
         (matches && !is_held && left_one && !shares).then_some(seq)
     }
 
-    /// The sequence of a slot that is not vacant.
+    /// The sequence at an index that is not vacant.
     #[inline]
-    pub(crate) fn at(&self, slot: u32) -> &Sequence {
-        &self.slots[slot as usize]
+    pub(crate) fn at(&self, seq_index: u32) -> &Sequence {
+        &self.sequences[seq_index as usize]
     }
 
     #[inline]
-    pub(crate) fn at_mut(&mut self, slot: u32) -> &mut Sequence {
-        &mut self.slots[slot as usize]
+    pub(crate) fn at_mut(&mut self, seq_index: u32) -> &mut Sequence {
+        &mut self.sequences[seq_index as usize]
     }
 
-    /// Removes a sequence. Returns its registered rows and its root.
-    pub(crate) fn remove(&mut self, slot: u32) -> (Registered, NodePosition) {
-        self.vacant.push(slot);
-        let seq = &mut self.at_mut(slot).0;
+    /// Removes a sequence. Returns its registered prefix and its root.
+    pub(crate) fn remove(&mut self, seq_index: u32) -> (Registered, NodePosition) {
+        self.vacant.push(seq_index);
+        let seq = &mut self.at_mut(seq_index).0;
         (seq.id, seq.tokens, seq.table) = (0, Vec::new(), BlockTable::new(1));
         (seq.registered, seq.root)
     }
 
     pub(crate) fn iter_slots(&self) -> impl Iterator<Item = (u32, &Sequence)> {
-        (0..).zip(&self.slots).filter(|(_, seq)| seq.id > 0)
+        (0..).zip(&self.sequences).filter(|(_, seq)| seq.id > 0)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {

@@ -66,10 +66,10 @@ impl State {
         }
     }
 
-    /// Allocates blocks until the table has `rows` rows. The caller has checked that they are available.
-    pub(crate) fn allocate(&mut self, slot: u32, rows: usize) {
-        let seq = self.seqs.at_mut(slot);
-        let missing = rows.saturating_sub(seq.table.rows()) * seq.table.groups();
+    /// Allocates blocks until the table has `indices` logical blocks. The caller has checked that they are available.
+    pub(crate) fn allocate(&mut self, seq_index: u32, indices: usize) {
+        let seq = self.seqs.at_mut(seq_index);
+        let missing = indices.saturating_sub(seq.table.num_indices()) * seq.table.groups();
         if missing == 0 {
             return;
         }
@@ -78,7 +78,7 @@ impl State {
         } else {
             let mut taken = Vec::new();
             self.pool.take(missing, &mut taken);
-            seq.push_rows(&taken);
+            seq.push_indices(&taken);
         }
     }
 
@@ -92,57 +92,61 @@ impl State {
     /// Replaces a block of a table; returns the old one.
     pub(crate) fn replace_block(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         group: usize,
-        row: usize,
+        index: usize,
         block: BlockId,
     ) -> BlockId {
-        let seq = self.seqs.at_mut(slot);
-        seq.change_table(|table| table.replace(group, row, block))
+        let seq = self.seqs.at_mut(seq_index);
+        seq.change_table(|table| table.replace(group, index, block))
     }
 
-    /// Shortens a table to `rows` rows, last entry first, so that prefixes outlive continuations.
-    pub(crate) fn shorten(&mut self, slot: u32, rows: usize) {
-        let seq = self.seqs.at_mut(slot);
-        let end = seq.table.rows();
-        if rows < end {
+    /// Shortens a table to `indices` logical blocks, last entry first, so that prefixes outlive continuations.
+    pub(crate) fn shorten(&mut self, seq_index: u32, indices: usize) {
+        let seq = self.seqs.at_mut(seq_index);
+        let end = seq.table.num_indices();
+        if indices < end {
             let pool = &mut self.pool;
             seq.change_table(|table| match table.groups() {
-                1 => table.cut_one(rows, |blocks| pool.release_all(blocks)),
-                _ => table.take_rows(rows..end, |block| pool.release(block)),
+                1 => table.cut_one(indices, |blocks| pool.release_all(blocks)),
+                _ => table.take_indices(indices..end, |block| pool.release(block)),
             });
         }
     }
 
-    /// Rows that are final: computed, and registered if caching is on. Windows are kept for these.
-    pub(crate) fn final_rows(&self, seq: &Sequence) -> usize {
-        let full = self.groups.row_of(seq.computed);
+    /// Logical blocks that are final: computed, and registered if caching is on. Windows are kept for these.
+    pub(crate) fn final_indices(&self, seq: &Sequence) -> usize {
+        let full = self.groups.index_of(seq.computed);
         match self.caching {
-            true => full.min(seq.registered.rows()),
+            true => full.min(seq.registered.num_indices()),
             false => full,
         }
     }
 
-    /// Releases the rows that no later token of the sequence reads: those before the windows of its last final row.
-    pub(crate) fn slide(&mut self, slot: u32) {
+    /// Releases the blocks that no later token of the sequence reads: those before the windows of its last final one.
+    pub(crate) fn slide(&mut self, seq_index: u32) {
         if self.groups.have_windows() {
-            let gone = self.slide_windows(slot);
+            let gone = self.slide_windows(seq_index);
             self.pool.stats.slid_blocks += gone;
         }
     }
 
     /// Returns how many blocks were released.
-    fn slide_windows(&mut self, slot: u32) -> u64 {
-        let seq = self.seqs.at(slot);
-        let rows = self.final_rows(seq);
-        let starts = |group| self.groups.first_row(group, rows).min(seq.table.rows());
+    fn slide_windows(&mut self, seq_index: u32) -> u64 {
+        let seq = self.seqs.at(seq_index);
+        let indices = self.final_indices(seq);
+        let starts = |group| {
+            self.groups
+                .first_index(group, indices)
+                .min(seq.table.num_indices())
+        };
         if (0..self.groups.len()).all(|group| starts(group) <= seq.table.start(group)) {
             return 0;
         }
         let (pool, mut released) = (&mut self.pool, 0);
-        self.seqs.at_mut(slot).change_table(|table| {
+        self.seqs.at_mut(seq_index).change_table(|table| {
             for group in 0..self.groups.len() {
-                let start = self.groups.first_row(group, rows);
+                let start = self.groups.first_index(group, indices);
                 table.slide(group, start, |block| {
                     released += 1;
                     pool.release(block);
@@ -152,19 +156,23 @@ impl State {
         released
     }
 
-    /// The longest prefix of a sequence's registered rows that is ready and of which no window has slid.
+    /// The longest prefix of a sequence's registered logical blocks that is ready and of which no window has slid.
     pub(crate) fn ready_prefix(&self, key: SeqKey) -> Result<PrefixBlocks, Error> {
         let seq = self.seqs.get(key)?;
         let registered = seq.registered;
         let starts = (0..self.groups.len()).map(|group| seq.table.start(group));
-        let first = starts.min().unwrap_or(0).min(registered.rows());
-        let is_ready = |row: usize| seq.table.row(row).all(|block| self.pool.is_ready(block));
-        let missing = (first..registered.rows()).find(|&row| !is_ready(row));
-        let rows = missing.unwrap_or(registered.rows());
-        // With fewer rows a window would begin even earlier.
-        let needed = |group| self.groups.first_row(group, rows);
-        let prefix = seq.table.prefix(rows, needed).filter(|_| rows > 0);
-        let unused = registered.rows() - rows;
+        let first = starts.min().unwrap_or(0).min(registered.num_indices());
+        let is_ready = |index: usize| {
+            seq.table
+                .blocks_at(index)
+                .all(|block| self.pool.is_ready(block))
+        };
+        let missing = (first..registered.num_indices()).find(|&index| !is_ready(index));
+        let indices = missing.unwrap_or(registered.num_indices());
+        // With fewer logical blocks a window would begin even earlier.
+        let needed = |group| self.groups.first_index(group, indices);
+        let prefix = seq.table.prefix(indices, needed).filter(|_| indices > 0);
+        let unused = registered.num_indices() - indices;
         Ok(match prefix {
             Some(table) => PrefixBlocks {
                 table,
@@ -182,7 +190,7 @@ impl State {
         let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
         let root = Registered::at_root(root);
         pool.find_match(found, groups, tokens, root, Purpose::Read);
-        match found.num_rows {
+        match found.num_indices {
             0 => PrefixBlocks::none(groups.len()),
             _ => PrefixBlocks {
                 table: BlockTable::of_match(found, 0, groups),
@@ -212,8 +220,8 @@ impl State {
             });
         }
         let computed = tokens.min(seq.tokens.len() - 1);
-        let registered = Registered::new(last, pin.table().rows());
-        let seq = self.seqs.at_mut(key.slot);
+        let registered = Registered::new(last, pin.table().num_indices());
+        let seq = self.seqs.at_mut(key.seq_index);
         seq.set_table(pin.table().clone(), registered, computed);
         seq.count_reused(computed, 0);
         for group in 0..self.groups.len() {
@@ -233,19 +241,22 @@ impl State {
             });
         }
         let mut computed = seq.computed.min(num_tokens);
-        let full = self.groups.row_of(computed);
-        let (last, rows) = (seq.registered.last, seq.registered.rows());
-        let last = self.pool.tree().ancestor(last, rows.saturating_sub(full));
-        let mut registered = Registered::new(last, rows.min(full));
-        // Rows that are yet to be registered are kept, too.
-        let final_rows = match self.caching {
-            true => registered.rows(),
+        let full = self.groups.index_of(computed);
+        let (last, indices) = (seq.registered.last, seq.registered.num_indices());
+        let last = self
+            .pool
+            .tree()
+            .ancestor(last, indices.saturating_sub(full));
+        let mut registered = Registered::new(last, indices.min(full));
+        // Logical blocks that are yet to be registered are kept, too.
+        let final_indices = match self.caching {
+            true => registered.num_indices(),
             false => full,
         };
-        let needed = |group| self.groups.first_row(group, final_rows);
+        let needed = |group| self.groups.first_index(group, final_indices);
         let has_all = (0..self.groups.len())
-            .all(|group| seq.table.start(group) <= self.groups.first_row(group, full));
-        let table = seq.table.prefix(self.groups.rows(computed), needed);
+            .all(|group| seq.table.start(group) <= self.groups.first_index(group, full));
+        let table = seq.table.prefix(self.groups.num_indices(computed), needed);
         let table = table.filter(|_| has_all).unwrap_or_else(|| {
             computed = 0;
             registered = Registered::at_root(seq.root);
@@ -258,20 +269,22 @@ impl State {
             self.pool.hold_all(table.blocks_of(group));
         }
         self.pool.share_root(root);
-        let shared_rows = self.groups.rows(computed);
-        self.seqs.at_mut(key.slot).share_rows(shared_rows);
+        let shared_indices = self.groups.num_indices(computed);
+        self.seqs
+            .at_mut(key.seq_index)
+            .share_indices(shared_indices);
         let key = self.seqs.insert(tokens, root, read_cache);
-        let fork = self.seqs.at_mut(key.slot);
+        let fork = self.seqs.at_mut(key.seq_index);
         fork.set_table(table, registered, computed);
         fork.count_reused(cached, restored);
-        fork.share_rows(shared_rows);
+        fork.share_indices(shared_indices);
         Ok(key)
     }
 
     /// Appends known tokens.
     pub(crate) fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
         self.at_rest(key)?;
-        self.seqs.at_mut(key.slot).append(tokens);
+        self.seqs.at_mut(key.seq_index).append(tokens);
         Ok(())
     }
 
@@ -285,18 +298,18 @@ impl State {
                 computed,
             });
         }
-        let before = seq.table.rows();
-        let keep = self.groups.rows(num_tokens);
-        let keep = keep.max(seq.registered.rows()).min(before);
-        self.shorten(key.slot, keep);
+        let before = seq.table.num_indices();
+        let keep = self.groups.num_indices(num_tokens);
+        let keep = keep.max(seq.registered.num_indices()).min(before);
+        self.shorten(key.seq_index, keep);
         Ok((before - keep) * self.groups.len())
     }
 
     /// Releases a sequence's blocks and keeps its tokens.
     pub(crate) fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
         self.at_rest(key)?;
-        self.shorten(key.slot, 0);
-        let seq = self.seqs.at_mut(key.slot);
+        self.shorten(key.seq_index, 0);
+        let seq = self.seqs.at_mut(key.seq_index);
         let root = Registered::at_root(seq.root);
         seq.set_table(BlockTable::new(self.groups.len()), root, 0);
         Ok(())
@@ -305,44 +318,44 @@ impl State {
     /// Ends a sequence, of a caller's key.
     pub(crate) fn free(&mut self, key: SeqKey) -> Result<(), Error> {
         self.seqs.get(key)?;
-        self.end_sequence(key.slot);
+        self.end_sequence(key.seq_index);
         Ok(())
     }
 
     /// The same, and only its first `num_tokens` tokens stay cached for its sake.
     pub(crate) fn free_keeping(&mut self, key: SeqKey, num_tokens: usize) -> Result<(), Error> {
         self.seqs.get(key)?;
-        let rows = self.groups.row_of(num_tokens);
-        self.seqs.at_mut(key.slot).keep_rows(rows);
-        self.end_sequence(key.slot);
+        let indices = self.groups.index_of(num_tokens);
+        self.seqs.at_mut(key.seq_index).keep_indices(indices);
+        self.end_sequence(key.seq_index);
         Ok(())
     }
 
     /// Ends a sequence; one that an open plan holds ends with the plan.
-    pub(crate) fn end_sequence(&mut self, slot: u32) {
-        let seq = self.seqs.at_mut(slot);
+    pub(crate) fn end_sequence(&mut self, seq_index: u32) {
+        let seq = self.seqs.at_mut(seq_index);
         seq.set_dropped();
         if seq.plans != PlanSet::NONE {
             return;
         }
-        if seq.registered.rows() > seq.kept_rows as usize {
-            self.discard_rows(slot);
+        if seq.registered.num_indices() > seq.kept_indices as usize {
+            self.discard_indices(seq_index);
         }
-        self.shorten(slot, 0);
-        let (registered, root) = self.seqs.remove(slot);
+        self.shorten(seq_index, 0);
+        let (registered, root) = self.seqs.remove(seq_index);
         self.pool.release_root(root, registered.last);
     }
 
-    /// Removes a sequence's registered rows after `kept_rows` from the prefix index, except blocks with other references.
-    /// Includes blocks that its windows have passed.
+    /// Removes a sequence's registered blocks after `kept_indices` from the prefix index, except those with other
+    /// references. Includes blocks that its windows have passed.
     #[cold]
-    fn discard_rows(&mut self, slot: u32) {
-        let (seq, tree) = (self.seqs.at(slot), self.pool.tree());
-        let (kept, rows) = (seq.kept_rows as usize, seq.registered.rows());
+    fn discard_indices(&mut self, seq_index: u32) {
+        let (seq, tree) = (self.seqs.at(seq_index), self.pool.tree());
+        let (kept, indices) = (seq.kept_indices as usize, seq.registered.num_indices());
         let (mut end, mut discarded) = (seq.registered.last, Vec::new());
-        for row in (kept..rows).rev() {
+        for index in (kept..indices).rev() {
             for group in 0..self.groups.len() {
-                let own = seq.table.get(group, row);
+                let own = seq.table.get(group, index);
                 let others = |block: BlockId| self.pool.refs(block) - u32::from(own == Some(block));
                 discarded.extend(tree.block(end, group).filter(|&block| others(block) == 0));
             }
@@ -350,6 +363,6 @@ impl State {
         }
         self.pool.discard(&discarded);
         let kept = Registered::new(end, kept);
-        self.seqs.at_mut(slot).register(kept);
+        self.seqs.at_mut(seq_index).register(kept);
     }
 }

@@ -1,4 +1,4 @@
-//! Block tables: for each layer group a start, before which all rows are released, and one block for each row from
+//! Block tables: for each layer group a start, before which all blocks are released, and one block for each index from
 //! there on. Gaps are unrepresentable.
 
 use std::ops::Range;
@@ -9,18 +9,18 @@ use crate::radix::Match;
 
 /// The blocks of one layer group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Column {
+struct GroupBlocks {
     start: usize,
     blocks: Vec<BlockId>,
 }
 
-impl Column {
+impl GroupBlocks {
     #[inline]
     fn end(&self) -> usize {
         self.start + self.blocks.len()
     }
 
-    /// Appends this group's blocks of a row-major list.
+    /// Appends this group's blocks of a list by logical block, then by layer group.
     #[inline]
     fn push(&mut self, blocks: &[BlockId], group: usize, groups: usize) {
         match groups {
@@ -32,41 +32,43 @@ impl Column {
         }
     }
 
-    /// Removes those of these rows that are in the table; the rows after them move up.
-    fn take_rows(&mut self, rows: Range<usize>) -> std::vec::Drain<'_, BlockId> {
-        let start = rows.start.saturating_sub(self.start);
-        let end = rows.end.saturating_sub(self.start);
-        self.start = self.start.min(rows.start);
+    /// Removes those of these logical blocks that are in the table; the logical blocks after them move up.
+    fn take_indices(&mut self, indices: Range<usize>) -> std::vec::Drain<'_, BlockId> {
+        let start = indices.start.saturating_sub(self.start);
+        let end = indices.end.saturating_sub(self.start);
+        self.start = self.start.min(indices.start);
         self.blocks.drain(start..end)
     }
 }
 
-/// The blocks of a sequence or a pin: every group has as many rows, and its own start.
+/// The blocks of a sequence or a pin: every group has as many logical blocks, and its own start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BlockTable {
-    first: Column,
-    others: Box<[Column]>,
+    first: GroupBlocks,
+    others: Box<[GroupBlocks]>,
 }
 
 impl BlockTable {
     pub(crate) fn new(groups: usize) -> Self {
         Self {
-            first: Column::default(),
-            others: vec![Column::default(); groups - 1].into(),
+            first: GroupBlocks::default(),
+            others: vec![GroupBlocks::default(); groups - 1].into(),
         }
     }
 
-    /// The rows of a match, from row `from` on; each group from the first row that tokens computed after the match, or
-    /// again, read.
+    /// The blocks of a match, from index `from` on; each group from the first one that tokens computed after the match,
+    /// or again, read.
     pub(crate) fn of_match(found: &Match, from: usize, groups: &Groups) -> Self {
         let mut table = Self::new(groups.len());
-        let (blocks, rows) = (&found.blocks, from + found.num_rows);
+        let (blocks, indices) = (&found.blocks, from + found.num_indices);
         for group in 0..groups.len() {
-            let start = groups.first_row_of(group, rows, found.replay).max(from);
-            let column = table.column_mut(group);
-            column.start = start;
+            let start = groups
+                .first_index_of(group, indices, found.replay)
+                .max(from);
+            let own = table.group_mut(group);
+            own.start = start;
             let blocks = &blocks[(start - from) * groups.len()..];
-            column.push(blocks, group, groups.len());
+            own.push(blocks, group, groups.len());
         }
         table
     }
@@ -79,7 +81,7 @@ impl BlockTable {
     }
 
     #[inline]
-    fn column(&self, group: usize) -> &Column {
+    fn group(&self, group: usize) -> &GroupBlocks {
         match group {
             0 => &self.first,
             _ => &self.others[group - 1],
@@ -87,7 +89,7 @@ impl BlockTable {
     }
 
     #[inline]
-    fn column_mut(&mut self, group: usize) -> &mut Column {
+    fn group_mut(&mut self, group: usize) -> &mut GroupBlocks {
         match group {
             0 => &mut self.first,
             _ => &mut self.others[group - 1],
@@ -100,63 +102,63 @@ impl BlockTable {
         1 + self.others.len()
     }
 
-    /// Rows, released ones included.
+    /// Logical blocks, released ones included.
     #[inline]
-    pub(crate) fn rows(&self) -> usize {
+    pub(crate) fn num_indices(&self) -> usize {
         self.first.end()
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.rows() == 0
+        self.num_indices() == 0
     }
 
-    /// The first row of which a group has a block.
+    /// The first index at which a group has a block.
     #[inline]
     pub(crate) fn start(&self, group: usize) -> usize {
-        self.column(group).start
+        self.group(group).start
     }
 
     /// A group's blocks, from its start on.
     #[inline]
     pub(crate) fn blocks_of(&self, group: usize) -> &[BlockId] {
-        &self.column(group).blocks
+        &self.group(group).blocks
     }
 
-    /// The block of a row, unless it was released.
+    /// The block at an index, unless it was released.
     #[inline]
-    pub(crate) fn get(&self, group: usize, row: usize) -> Option<BlockId> {
-        let column = self.column(group);
-        column.blocks.get(row.checked_sub(column.start)?).copied()
+    pub(crate) fn get(&self, group: usize, index: usize) -> Option<BlockId> {
+        let own = self.group(group);
+        own.blocks.get(index.checked_sub(own.start)?).copied()
     }
 
-    /// The block of a row that is not released.
+    /// The block at an index, where it is not released.
     #[inline]
-    pub(crate) fn at(&self, group: usize, row: usize) -> BlockId {
-        let column = self.column(group);
-        column.blocks[row - column.start]
+    pub(crate) fn at(&self, group: usize, index: usize) -> BlockId {
+        let own = self.group(group);
+        own.blocks[index - own.start]
     }
 
     /// Replaces a block; returns the old one.
-    pub(crate) fn replace(&mut self, group: usize, row: usize, block: BlockId) -> BlockId {
-        let column = self.column_mut(group);
-        std::mem::replace(&mut column.blocks[row - column.start], block)
+    pub(crate) fn replace(&mut self, group: usize, index: usize, block: BlockId) -> BlockId {
+        let own = self.group_mut(group);
+        std::mem::replace(&mut own.blocks[index - own.start], block)
     }
 
-    /// All blocks, row by row.
+    /// All blocks, by index, then by layer group.
     pub(crate) fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
         let starts = (0..self.groups()).map(|group| self.start(group));
         let (first, start) = match self.others.is_empty() {
-            true => (&self.first.blocks[..], self.rows()),
+            true => (&self.first.blocks[..], self.num_indices()),
             false => (&[][..], starts.min().unwrap_or(0)),
         };
-        let rows = (start..self.rows()).flat_map(|row| self.row(row));
-        first.iter().copied().chain(rows)
+        let indices = (start..self.num_indices()).flat_map(|index| self.blocks_at(index));
+        first.iter().copied().chain(indices)
     }
 
-    /// The blocks of a row that are not released.
-    pub(crate) fn row(&self, row: usize) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
-        (0..self.groups()).filter_map(move |group| self.get(group, row))
+    /// The blocks at an index that are not released.
+    pub(crate) fn blocks_at(&self, index: usize) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
+        (0..self.groups()).filter_map(move |group| self.get(group, index))
     }
 
     /// Number of blocks.
@@ -165,12 +167,12 @@ impl BlockTable {
         groups.map(|group| self.blocks_of(group).len()).sum()
     }
 
-    /// Appends rows; the blocks are row-major.
+    /// Appends logical blocks; `blocks` are by index, then by layer group.
     #[inline]
-    pub(crate) fn push_rows(&mut self, blocks: &[BlockId]) {
+    pub(crate) fn push_indices(&mut self, blocks: &[BlockId]) {
         let groups = self.groups();
         for group in 0..groups {
-            self.column_mut(group).push(blocks, group, groups);
+            self.group_mut(group).push(blocks, group, groups);
         }
     }
 
@@ -181,63 +183,63 @@ impl BlockTable {
         &mut self.first.blocks
     }
 
-    /// Calls `each` on the rows from `rows` on, then removes them. For tables of one group.
+    /// Calls `each` on the logical blocks from `indices` on, then removes them. For tables of one group.
     #[inline]
-    pub(crate) fn cut_one(&mut self, rows: usize, each: impl FnOnce(&[BlockId])) {
-        let Column { start, blocks } = &mut self.first;
-        let keep = rows.saturating_sub(*start);
+    pub(crate) fn cut_one(&mut self, indices: usize, each: impl FnOnce(&[BlockId])) {
+        let GroupBlocks { start, blocks } = &mut self.first;
+        let keep = indices.saturating_sub(*start);
         each(&blocks[keep..]);
         blocks.truncate(keep);
-        *start = rows.min(*start);
+        *start = indices.min(*start);
     }
 
     /// The blocks of a group, to be corrupted.
     #[cfg(test)]
     pub(crate) fn tail_of_group(&mut self, group: usize) -> &mut Vec<BlockId> {
-        &mut self.column_mut(group).blocks
+        &mut self.group_mut(group).blocks
     }
 
-    /// Removes rows; calls `each` on their blocks, the last one first.
-    pub(crate) fn take_rows(&mut self, rows: Range<usize>, mut each: impl FnMut(BlockId)) {
-        if rows.is_empty() {
+    /// Removes logical blocks; calls `each` on their blocks, the last one first.
+    pub(crate) fn take_indices(&mut self, indices: Range<usize>, mut each: impl FnMut(BlockId)) {
+        if indices.is_empty() {
             return;
         }
         if self.others.is_empty() {
-            self.first.take_rows(rows).rev().for_each(each);
+            self.first.take_indices(indices).rev().for_each(each);
             return;
         }
-        for row in rows.clone().rev() {
-            self.row(row).rev().for_each(&mut each);
+        for index in indices.clone().rev() {
+            self.blocks_at(index).rev().for_each(&mut each);
         }
         for group in 0..self.groups() {
-            self.column_mut(group).take_rows(rows.clone());
+            self.group_mut(group).take_indices(indices.clone());
         }
     }
 
-    /// Releases a group's rows before `start`; calls `each` on their blocks, the last one first.
+    /// Releases a group's logical blocks before `start`; calls `each` on their blocks, the last one first.
     pub(crate) fn slide(&mut self, group: usize, start: usize, each: impl FnMut(BlockId)) {
-        let column = self.column_mut(group);
-        let gone = start.saturating_sub(column.start).min(column.blocks.len());
-        column.blocks.drain(..gone).rev().for_each(each);
-        column.start += gone;
+        let own = self.group_mut(group);
+        let gone = start.saturating_sub(own.start).min(own.blocks.len());
+        own.blocks.drain(..gone).rev().for_each(each);
+        own.start += gone;
     }
 
-    /// Inserts the rows of a table that begins at row `at` before that row. A group that begins later in it has no
-    /// rows before `at`.
-    pub(crate) fn insert(&mut self, at: usize, mut rows: Self) {
+    /// Inserts the blocks of a table that begins at index `at` before that index. A group that begins later in it has
+    /// no blocks before `at`.
+    pub(crate) fn insert(&mut self, at: usize, mut indices: Self) {
         for group in 0..self.groups() {
-            let new = std::mem::take(rows.column_mut(group));
-            let column = self.column_mut(group);
-            let place = at - column.start;
-            if column.blocks.is_empty() {
-                *column = new;
+            let new = std::mem::take(indices.group_mut(group));
+            let own = self.group_mut(group);
+            let place = at - own.start;
+            if own.blocks.is_empty() {
+                *own = new;
                 continue;
             }
             if new.start > at {
                 debug_assert!(place == 0);
-                column.start = new.start;
+                own.start = new.start;
             }
-            column.blocks.splice(place..place, new.blocks);
+            own.blocks.splice(place..place, new.blocks);
         }
     }
 
@@ -249,25 +251,25 @@ impl BlockTable {
         start: usize,
         taken: impl Iterator<Item = BlockId>,
     ) {
-        let column = self.column_mut(group);
+        let own = self.group_mut(group);
         let mut blocks: Vec<BlockId> = taken.collect();
         blocks.reverse();
-        debug_assert_eq!(start + blocks.len(), column.start.min(start + blocks.len()));
-        column.blocks.splice(..0, blocks);
-        column.start = start;
+        debug_assert_eq!(start + blocks.len(), own.start.min(start + blocks.len()));
+        own.blocks.splice(..0, blocks);
+        own.start = start;
     }
 
-    /// The first rows of this table, each group from the row that `seen` gives; `None` if a group has released any
-    /// of these.
-    pub(crate) fn prefix(&self, rows: usize, seen: impl Fn(usize) -> usize) -> Option<Self> {
+    /// The first logical blocks of this table, each group from the index that `seen` gives; `None` if a group has
+    /// released any of these.
+    pub(crate) fn prefix(&self, indices: usize, seen: impl Fn(usize) -> usize) -> Option<Self> {
         let mut prefix = Self::new(self.groups());
         for group in 0..self.groups() {
-            let (column, start) = (self.column(group), seen(group).min(rows));
-            if column.start > start && rows > 0 {
+            let (own, start) = (self.group(group), seen(group).min(indices));
+            if own.start > start && indices > 0 {
                 return None;
             }
-            let blocks = &column.blocks[start - column.start.min(start)..][..rows - start];
-            *prefix.column_mut(group) = Column {
+            let blocks = &own.blocks[start - own.start.min(start)..][..indices - start];
+            *prefix.group_mut(group) = GroupBlocks {
                 start,
                 blocks: blocks.to_vec(),
             };

@@ -40,8 +40,8 @@ pub enum Reserve {
 impl State {
     /// The transfer that is to fill blocks of the current match.
     #[cold] // inlined into a prefill, it would cost those that meet no transfer
-    pub(crate) fn awaited_transfer(&self, slot: u32) -> Option<u64> {
-        let number = self.pool.transfer_of(self.matched_blocks(slot))?;
+    pub(crate) fn awaited_transfer(&self, seq_index: u32) -> Option<u64> {
+        let number = self.pool.transfer_of(self.matched_blocks(seq_index))?;
         Some(self.transfers.serial(number))
     }
 
@@ -49,16 +49,16 @@ impl State {
     /// to the first block that an open step or another transfer brings.
     pub(crate) fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
         self.at_rest(key)?;
-        if !self.match_ready(key.slot) {
+        if !self.match_ready(key.seq_index) {
             return Ok(Reserve::NotNeeded);
         }
-        let seq = self.seqs.at(key.slot);
-        let (before, last) = (seq.registered.rows(), self.matched.last);
-        let from = before + self.matched.num_rows;
-        let most = self.groups.row_of(num_tokens.min(seq.tokens.len()));
-        let (positions, unready) = self.follow_missing(key.slot, from..most);
-        let rows = from..from + positions.len();
-        if let (true, Some(unready)) = (rows.is_empty(), unready) {
+        let seq = self.seqs.at(key.seq_index);
+        let (before, last) = (seq.registered.num_indices(), self.matched.last);
+        let from = before + self.matched.num_indices;
+        let most = self.groups.index_of(num_tokens.min(seq.tokens.len()));
+        let (positions, unready) = self.follow_missing(key.seq_index, from..most);
+        let indices = from..from + positions.len();
+        if let (true, Some(unready)) = (indices.is_empty(), unready) {
             let number = self.pool.transfer_of(self.pool.tree().blocks(unready));
             let transfer = number.map(|number| self.transfers.serial(number));
             return Ok(match transfer {
@@ -67,16 +67,16 @@ impl State {
             });
         }
         let matched = BlockTable::of_match(&self.matched, before, &self.groups);
-        let table = &self.seqs.at(key.slot).table;
+        let table = &self.seqs.at(key.seq_index).table;
         let mut held: Vec<BlockId> = table.blocks().chain(matched.blocks()).collect();
         let mut loading = Vec::new();
-        for (index, position) in rows.clone().zip(positions) {
+        for (index, position) in indices.clone().zip(positions) {
             for group in 0..self.groups.len() {
                 let block = position.and_then(|at| self.pool.tree().block(at, group));
                 let block = block.unwrap_or(BlockId::NONE);
                 if block != BlockId::NONE {
                     held.push(block);
-                } else if index >= self.groups.first_row(group, rows.end) {
+                } else if index >= self.groups.first_index(group, indices.end) {
                     loading.push(LoadingBlock {
                         index,
                         group,
@@ -102,31 +102,37 @@ impl State {
         self.pool.stats.reserved_blocks += loading.len() as u64;
         self.transfers.made += 1;
         let (manager, serial) = (self.transfers.manager, self.transfers.made);
-        self.index_loading(key.slot, rows.clone(), last, &loading, serial as u32);
+        self.index_loading(
+            key.seq_index,
+            indices.clone(),
+            last,
+            &loading,
+            serial as u32,
+        );
         let transfer = TransferKey { manager, serial };
         let open = OpenTransfer {
             key: transfer,
             sequence: key,
-            rows: rows.clone(),
+            indices: indices.clone(),
             loading: loading.clone(),
             held,
         };
         self.transfers.open.insert(serial, open);
-        let handle = Transfer::new(self.pool.shared(), transfer, rows, loading);
+        let handle = Transfer::new(self.pool.shared(), transfer, indices, loading);
         Ok(Reserve::Reserved(handle))
     }
 
-    /// The positions of these rows, which follow the current match, as far as they are in the tree; up to the first one
+    /// The positions of the blocks after the current match, as far as they are in the tree; up to the first one
     /// with a block that is not ready, which comes second.
     fn follow_missing(
         &mut self,
-        slot: u32,
-        rows: Range<usize>,
+        seq_index: u32,
+        indices: Range<usize>,
     ) -> (Vec<Option<NodePosition>>, Option<NodePosition>) {
         let block_size = self.groups.block_size();
         let (mut next, mut positions) = (Some(self.matched.last), Vec::new());
-        for row in rows {
-            let tokens = &self.seqs.at(slot).tokens[row * block_size..][..block_size];
+        for index in indices {
+            let tokens = &self.seqs.at(seq_index).tokens[index * block_size..][..block_size];
             next = next.and_then(|position| self.pool.next(position, tokens));
             if !next.is_none_or(|position| self.pool.are_ready(position)) {
                 return (positions, next);
@@ -136,38 +142,38 @@ impl State {
         (positions, None)
     }
 
-    /// Puts loading blocks into the index, at the rows after `position`.
+    /// Puts loading blocks into the index, at the logical blocks after `position`.
     fn index_loading(
         &mut self,
-        slot: u32,
-        rows: Range<usize>,
+        seq_index: u32,
+        indices: Range<usize>,
         mut position: NodePosition,
         loading: &[LoadingBlock],
         number: u32,
     ) {
         let block_size = self.groups.block_size();
         let mut loading = loading.iter().peekable();
-        for row in rows {
-            let tokens = &self.seqs.at(slot).tokens[row * block_size..][..block_size];
+        for index in indices {
+            let tokens = &self.seqs.at(seq_index).tokens[index * block_size..][..block_size];
             position = match self.pool.next(position, tokens) {
                 Some(next) => next,
                 None => self.pool.append_empty(position, tokens),
             };
-            while let Some(place) = loading.next_if(|place| place.index == row) {
+            while let Some(place) = loading.next_if(|place| place.index == index) {
                 self.pool.store(position, place.group, place.block, number);
             }
         }
     }
 
-    /// Ends a transfer. The blocks of its first `num_blocks` rows are cached, as if the last step had computed them. If its
-    /// sequence can, it reuses them; returns how many tokens it reuses.
+    /// Ends a transfer. Its blocks at the first `num_blocks` indices are cached, as if the last step had computed them.
+    /// If its sequence can, it reuses them; returns how many tokens it reuses.
     pub(crate) fn end_transfer(
         &mut self,
         key: TransferKey,
         num_blocks: usize,
     ) -> Result<usize, Error> {
         let transfer = self.transfers.find(key)?;
-        let reserved = self.transfers.open[&transfer].rows.len();
+        let reserved = self.transfers.open[&transfer].indices.len();
         if num_blocks > reserved {
             return Err(Error::TransferBlocks {
                 transfer,
@@ -176,7 +182,7 @@ impl State {
             });
         }
         let ended = self.transfers.remove(key)?;
-        let (from, step) = (ended.rows.start, self.steps.last_closed());
+        let (from, step) = (ended.indices.start, self.steps.last_closed());
         let restored = self.register_loaded(&ended.loading, from + num_blocks, step);
         let stats = &mut self.pool.stats;
         stats.restored_blocks += restored;
@@ -192,17 +198,17 @@ impl State {
         Ok(reused)
     }
 
-    /// Caches the loaded blocks of rows before `end`, and removes the others from the index. Returns how many are
+    /// Caches the loaded blocks before index `end`, and removes the others from the index. Returns how many are
     /// cached.
     fn register_loaded(&mut self, loading: &[LoadingBlock], end: usize, step: u32) -> u64 {
         let pool = &mut self.pool;
         let (mut restored, mut stored, mut last) = (0, 0, NodePosition::NONE);
-        for row in loading.chunk_by(|a, b| a.index == b.index) {
-            let cached = pool.cached_at(row[0].block);
-            let Some(position) = cached.filter(|_| row[0].index < end) else {
+        for index in loading.chunk_by(|a, b| a.index == b.index) {
+            let cached = pool.cached_at(index[0].block);
+            let Some(position) = cached.filter(|_| index[0].index < end) else {
                 break; // it ends here, or was abandoned
             };
-            // A row of which a layer group had a block is not stored again.
+            // A logical block of which a layer group had a block is not stored again.
             let tree = pool.tree();
             if tree.blocks(position).all(|block| pool.is_loading(block)) {
                 if pool.tree().parent(position) != Some(last) {
@@ -210,7 +216,7 @@ impl State {
                 }
                 (last, stored) = (position, stored + 1);
             }
-            for place in row {
+            for place in index {
                 pool.end_loading(place.block, Some(step));
                 restored += 1;
             }

@@ -10,16 +10,16 @@ use crate::sequence::Sequence;
 use crate::step::Prefill;
 use crate::transfers::Reserve;
 
-// The sequences of the scene by their slots; their numbers are one more.
-/// At rest on four full rows, the first two of which have slid out of the window.
+// The sequences of the scene by their indices; their ids are one more.
+/// At rest on four full logical blocks, the first two of which have slid out of the window.
 pub(crate) const REST: u32 = 0;
 /// Its fork: every token computed.
 pub(crate) const COPY: u32 = 1;
-/// At rest with a partial row, which its forks share.
+/// At rest with a partial logical block, which its forks share.
 pub(crate) const PARENT: u32 = 2;
 /// Its fork: writes on a copy in the newer plan.
 pub(crate) const CHILD: u32 = 3;
-/// Its fork: fewer tokens than its rows have room for.
+/// Its fork: fewer tokens than its logical blocks have room for.
 pub(crate) const TAIL: u32 = 4;
 /// Stands on a pin that covers all its tokens.
 pub(crate) const ATTACHED: u32 = 5;
@@ -27,9 +27,9 @@ pub(crate) const ATTACHED: u32 = 5;
 pub(crate) const FRESH: u32 = 6;
 /// In a separate namespace.
 pub(crate) const TENANT: u32 = 7;
-/// A chunk in each plan; the newer one reuses a row that `TWIN` computes.
+/// A chunk in each plan; the newer one reuses a logical block that `TWIN` computes.
 pub(crate) const LONG: u32 = 8;
-/// The same prompt: reuses what `LONG` computes in the older plan, and computes a row more.
+/// The same prompt: reuses what `LONG` computes in the older plan, and computes a logical block more.
 pub(crate) const TWIN: u32 = 9;
 /// Decodes in both plans.
 pub(crate) const TALK: u32 = 10;
@@ -39,11 +39,11 @@ pub(crate) const BRIEF: u32 = 11;
 pub(crate) const DRAFTY: u32 = 12;
 /// A full hit in the newer plan.
 pub(crate) const FULL: u32 = 13;
-/// Computes rows again that one group has kept, in the newer plan.
+/// Computes logical blocks again that one group has kept, in the newer plan.
 pub(crate) const AGAIN: u32 = 14;
 /// Dropped, and alive in the older plan.
 pub(crate) const LEFT: u32 = 15;
-/// Begins inside a row in the newer plan, behind what it copies of `PARENT`'s.
+/// Begins inside a logical block in the newer plan, behind what it copies of `PARENT`'s.
 pub(crate) const BORROWER: u32 = 16;
 
 /// A way to spoil a scene, and what the validator must say of it.
@@ -72,14 +72,14 @@ impl Scene {
         }
     }
 
-    /// A sequence with the next slot.
+    /// A sequence with the next index.
     fn add(&mut self, tokens: std::ops::Range<u32>, namespace: &[u8]) -> u32 {
         let seq = self.manager.sequence(tokens.collect(), namespace, true);
         self.keep(seq.expect("a short prompt"))
     }
 
-    fn fork(&mut self, slot: u32, num_tokens: usize) -> u32 {
-        let key = self.handle(slot).key();
+    fn fork(&mut self, seq_index: u32, num_tokens: usize) -> u32 {
+        let key = self.handle(seq_index).key();
         let fork = self.manager.fork(key, num_tokens);
         self.keep(fork.expect("at rest"))
     }
@@ -89,8 +89,10 @@ impl Scene {
         (self.handles.len() - 1) as u32
     }
 
-    fn handle(&self, slot: u32) -> &SeqHandle {
-        self.handles[slot as usize].as_ref().expect("not dropped")
+    fn handle(&self, seq_index: u32) -> &SeqHandle {
+        self.handles[seq_index as usize]
+            .as_ref()
+            .expect("not dropped")
     }
 
     fn begin(&mut self) -> PlanKey {
@@ -99,22 +101,25 @@ impl Scene {
         self.plans[self.plans.len() - 1].key()
     }
 
-    fn prefill(&mut self, slot: u32, max_tokens: usize) {
+    fn prefill(&mut self, seq_index: u32, max_tokens: usize) {
         let (plan, key) = (
             self.plans[self.plans.len() - 1].key(),
-            self.handle(slot).key(),
+            self.handle(seq_index).key(),
         );
         let answer = self.manager.prefill(plan, key, max_tokens, None);
         assert!(matches!(answer, Ok(Prefill::Planned { .. })), "{answer:?}");
     }
 
-    fn decode(&mut self, slots: &[u32]) {
-        let keys: Vec<_> = slots.iter().map(|&slot| self.handle(slot).key()).collect();
+    fn decode(&mut self, seq_indices: &[u32]) {
+        let keys: Vec<_> = seq_indices
+            .iter()
+            .map(|&seq_index| self.handle(seq_index).key())
+            .collect();
         let plan = self.plans[self.plans.len() - 1].key();
         assert_eq!(self.manager.decode(plan, &keys, 0), Ok(vec![]));
     }
 
-    /// Closes the oldest plan; every row samples 7.
+    /// Closes the oldest plan; every logical block samples 7.
     pub(crate) fn commit(&mut self) {
         let plan = self.plans.remove(0);
         let view = self.manager.plan_view(plan.key()).expect("open");
@@ -125,22 +130,22 @@ impl Scene {
 
     /// A prompt, computed.
     fn run(&mut self, tokens: std::ops::Range<u32>, namespace: &[u8]) -> u32 {
-        let slot = self.add(tokens, namespace);
+        let seq_index = self.add(tokens, namespace);
         self.begin();
-        self.prefill(slot, 100);
+        self.prefill(seq_index, 100);
         self.commit();
-        slot
+        seq_index
     }
 
-    /// A prompt, computed and forgotten: its full rows are evictable. Its slot is free again.
+    /// A prompt, computed and forgotten: its full logical blocks are evictable. Its index is free again.
     fn pass(&mut self, tokens: std::ops::Range<u32>) {
         self.run(tokens, b"");
         self.handles.pop();
         self.manager.drain_deferred();
     }
 
-    pub(crate) fn seq(&mut self, slot: u32) -> &mut Sequence {
-        self.manager.state.seqs.at_mut(slot)
+    pub(crate) fn seq(&mut self, seq_index: u32) -> &mut Sequence {
+        self.manager.state.seqs.at_mut(seq_index)
     }
 }
 
@@ -182,10 +187,10 @@ pub(crate) fn scene() -> Scene {
     scene
 }
 
-/// A transfer of two rows after those of `REST`.
+/// A transfer of two logical blocks after those of `REST`.
 fn transfer(scene: &mut Scene) {
-    let slot = scene.add(0..18, b"");
-    let key = scene.handle(slot).key();
+    let seq_index = scene.add(0..18, b"");
+    let key = scene.handle(seq_index).key();
     match scene.manager.reserve(key, 18) {
         Ok(Reserve::Reserved(transfer)) => scene.transfers.push(transfer),
         answer => panic!("{answer:?}"),

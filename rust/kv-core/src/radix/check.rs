@@ -9,7 +9,7 @@ use crate::ids::{BlockId, NodeId};
 impl RadixTree {
     /// Recounts children and finds every node again. `sequences`: those under each root.
     pub(crate) fn check(&self, sequences: &BTreeMap<NodePosition, u32>) -> Result<(), String> {
-        self.check_slots()?;
+        self.check_vacancies()?;
         let mut children: BTreeMap<NodePosition, u32> = BTreeMap::new();
         for (id, node) in self.live_nodes() {
             self.check_run(id, node)?;
@@ -33,21 +33,18 @@ impl RadixTree {
     }
 
     fn live_nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
-        let slots = self.nodes.iter().enumerate();
-        let nodes = slots.map(|(slot, node)| (NodeId::new(slot), node));
+        let all = self.nodes.iter().enumerate();
+        let nodes = all.map(|(id, node)| (NodeId::new(id), node));
         nodes.filter(|(_, node)| node.is_live())
     }
 
-    /// Every slot is live or vacant.
-    fn check_slots(&self) -> Result<(), String> {
+    /// Every node is live or vacant.
+    fn check_vacancies(&self) -> Result<(), String> {
         let mut distinct = HashSet::new();
-        for &slot in &self.vacant {
-            let is_vacant = self
-                .nodes
-                .get(slot.at())
-                .is_some_and(|node| !node.is_live());
-            ensure(distinct.insert(slot) && is_vacant, || {
-                format!("{slot:?} is vacant, and lives or is vacant twice")
+        for &id in &self.vacant {
+            let is_vacant = self.nodes.get(id.at()).is_some_and(|node| !node.is_live());
+            ensure(distinct.insert(id) && is_vacant, || {
+                format!("{id:?} is vacant, and lives or is vacant twice")
             })?;
         }
         let (dead, vacant) = (
@@ -57,28 +54,27 @@ impl RadixTree {
         ensure(dead == vacant, || {
             format!("{dead} dead nodes, {vacant} vacant")
         })?;
-        let rows: usize = self
+        let len: usize = self
             .live_nodes()
             .map(|(_, node)| node.blocks.len() / self.groups)
             .sum();
         let counted = self.num_blocks;
-        ensure(rows == counted, || {
-            format!("{rows} blocks in all, {counted} counted")
+        ensure(len == counted, || {
+            format!("{len} blocks in all, {counted} counted")
         })
     }
 
     /// A node has as many tokens as blocks, and its last block is held or has a child.
     fn check_run(&self, id: NodeId, node: &Node) -> Result<(), String> {
-        let rows = node.blocks.len() / self.groups;
+        let len = node.blocks.len() / self.groups;
         let tokens = node.tokens.len();
-        let fits =
-            node.blocks.len().is_multiple_of(self.groups) && tokens == rows * self.block_size;
+        let fits = node.blocks.len().is_multiple_of(self.groups) && tokens == len * self.block_size;
         ensure(fits, || {
             let blocks = node.blocks.len();
             format!("{id:?} has {tokens} tokens in {blocks} blocks")
         })?;
         if node.namespace.is_some() {
-            return ensure(rows == 0, || format!("{id:?} is a root of {rows} blocks"));
+            return ensure(len == 0, || format!("{id:?} is a root of {len} blocks"));
         }
         let parent = node.parent;
         ensure(self.contains(parent), || {
@@ -90,8 +86,8 @@ impl RadixTree {
         })?;
         let last = node.blocks[node.blocks.len().saturating_sub(self.groups)..].iter();
         let needed = last.clone().any(|&block| block != BlockId::NONE);
-        ensure(rows > 0 && (needed || node.has_child(rows as u32)), || {
-            format!("{id:?} has {rows} blocks, and nothing needs the last one")
+        ensure(len > 0 && (needed || node.has_child(len as u32)), || {
+            format!("{id:?} has {len} blocks, and nothing needs the last one")
         })
     }
 
@@ -99,10 +95,8 @@ impl RadixTree {
         let says = self.live_nodes().flat_map(|(node, of)| {
             of.children.iter().map(
                 move |&ChildList {
-                          offset: rows,
-                          count,
-                          ..
-                      }| (NodePosition { node, offset: rows }, count),
+                          offset: len, count, ..
+                      }| { (NodePosition { node, offset: len }, count) },
             )
         });
         let says: BTreeMap<NodePosition, u32> = says.collect();
@@ -233,21 +227,21 @@ impl RadixTree {
     fn check_hashes(&self) -> Result<(), String> {
         let mut all = HashSet::new();
         for (id, node) in self.live_nodes() {
-            let rows = node.tokens.len() / self.block_size;
+            let len = node.tokens.len() / self.block_size;
             let (hashes, asked) = (node.hashes.len(), node.num_hashed as usize);
-            ensure(hashes <= asked && asked <= rows, || {
-                format!("{id:?} has {hashes} hashes of {asked} in {rows} blocks")
+            ensure(hashes <= asked && asked <= len, || {
+                format!("{id:?} has {hashes} hashes of {asked} in {len} blocks")
             })?;
             let mut parent = node
                 .parent
                 .some()
                 .and_then(|position| self.known_hash(position));
-            for (row, &hash) in node.hashes.iter().enumerate() {
-                let tokens = &node.tokens[row * self.block_size..][..self.block_size];
+            for (index, &hash) in node.hashes.iter().enumerate() {
+                let tokens = &node.tokens[index * self.block_size..][..self.block_size];
                 let counted = parent.map(|parent| self.hasher.child(parent, tokens));
                 parent = Some(hash);
                 ensure(counted == Some(hash), || {
-                    format!("{id:?} has the hash {hash:x} at {row}, counted {counted:x?}")
+                    format!("{id:?} has the hash {hash:x} at {index}, counted {counted:x?}")
                 })?;
                 ensure(all.insert(hash), || {
                     format!("two blocks have the hash {hash:x}")
@@ -277,7 +271,7 @@ mod tests {
     use super::*;
     use crate::hash::ContentHasher;
 
-    // The nodes of the scene by their slots; slot 4 is vacant.
+    // The nodes of the scene by their ids; node 4 is vacant.
     const ROOT: usize = 0;
     /// Under `ROOT`: three blocks; the middle one has lost its block id in the second group.
     const LONG: usize = 1;
@@ -452,13 +446,13 @@ mod tests {
 
     #[test]
     fn nodes_release_unused_capacity_or_do_not_need() {
-        let mut rows = vec![9; 97];
-        rows.truncate(10);
-        shrink(&mut rows);
-        assert_eq!(rows.capacity(), 97); // 26 are not small enough for 97
-        rows.truncate(7);
-        shrink(&mut rows);
-        assert!(rows.capacity() < 97 && rows == [9; 7]);
+        let mut items = vec![9; 97];
+        items.truncate(10);
+        shrink(&mut items);
+        assert_eq!(items.capacity(), 97); // 26 are not small enough for 97
+        items.truncate(7);
+        shrink(&mut items);
+        assert!(items.capacity() < 97 && items == [9; 7]);
         let mut s = scene();
         for (capacity, kept) in [(10, 10), (1_000, 1_000), (1_300, 1_250)] {
             let node = &mut s.tree.nodes[LONG];

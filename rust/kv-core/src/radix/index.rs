@@ -13,14 +13,14 @@ const USUAL: usize = 1_024;
 const MOST_SHARDS: usize = 8_192;
 
 #[derive(Clone, Copy)]
-struct Slot {
+struct Indexed {
     hash: u32,
     node: NodeId,
 }
 
 pub(super) struct Index {
     /// A power of two of shards.
-    shards: Vec<HashTable<Slot>>,
+    shards: Vec<HashTable<Indexed>>,
 }
 
 /// The hash as the table wants it: it looks at the low bits and at the highest seven.
@@ -44,7 +44,7 @@ impl Index {
 
     /// The node with this hash that `matches`.
     pub(super) fn find(&self, hash: u32, matches: impl Fn(NodeId) -> bool) -> Option<NodeId> {
-        let matches = |slot: &Slot| slot.hash == hash && matches(slot.node);
+        let matches = |entry: &Indexed| entry.hash == hash && matches(entry.node);
         let found = self.shards[self.shard(hash)].find(spread(hash), matches)?;
         Some(found.node)
     }
@@ -52,14 +52,14 @@ impl Index {
     /// Adds a node that is not in the index.
     pub(super) fn insert(&mut self, hash: u32, node: NodeId) {
         let shard = self.shard(hash);
-        let rehash = |slot: &Slot| spread(slot.hash);
-        self.shards[shard].insert_unique(spread(hash), Slot { hash, node }, rehash);
+        let rehash = |entry: &Indexed| spread(entry.hash);
+        self.shards[shard].insert_unique(spread(hash), Indexed { hash, node }, rehash);
     }
 
     /// Removes a node, if it is in the index.
     pub(super) fn remove(&mut self, hash: u32, node: NodeId) {
         let shard = self.shard(hash);
-        let entry = self.shards[shard].find_entry(spread(hash), |slot| slot.node == node);
+        let entry = self.shards[shard].find_entry(spread(hash), |entry| entry.node == node);
         if let Ok(entry) = entry {
             entry.remove();
         }

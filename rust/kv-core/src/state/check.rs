@@ -1,4 +1,4 @@
-//! Validation of sequences: tables, progress, windows, registered rows.
+//! Validation of sequences: tables, progress, windows, registered logical blocks.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -7,7 +7,7 @@ use crate::check::ensure;
 use crate::ids::NodePosition;
 use crate::sequence::{PlanSet, Sequence};
 
-/// Table entries of a block: how many, and at which row and group.
+/// Table entries of a block: how many, and at which logical block and group.
 #[derive(Clone, Copy, Default)]
 struct Held {
     times: u32,
@@ -39,23 +39,23 @@ impl State {
         Ok(held.iter().map(|block| block.times).collect())
     }
 
-    /// A table has whole rows of existing blocks, each at the same row of every table, in the column of its group.
+    /// A table has whole logical blocks of existing blocks, each at the same index of every table, in its layer group.
     fn check_table(&self, seq: &Sequence, held: &mut [Held]) -> Result<(), String> {
         let id = seq.id;
-        let rows = seq.table.rows();
+        let indices = seq.table.num_indices();
         for group in 0..seq.table.groups() {
             let end = seq.table.start(group) + seq.table.blocks_of(group).len();
-            ensure(end == rows, || {
-                format!("sequence {id} has {rows} rows, {end} in group {group}")
+            ensure(end == indices, || {
+                format!("sequence {id} has {indices} logical blocks, {end} in group {group}")
             })?;
         }
         for group in 0..seq.table.groups() {
-            let rows = seq.table.start(group)..;
-            for (row, &block) in rows.zip(seq.table.blocks_of(group)) {
+            let indices = seq.table.start(group)..;
+            for (index, &block) in indices.zip(seq.table.blocks_of(group)) {
                 let Some(place) = held.get_mut(block.at()) else {
                     return Err(format!("sequence {id} holds {block:?}: there is none"));
                 };
-                let (at, before) = ((row, group), place.at);
+                let (at, before) = ((index, group), place.at);
                 ensure(place.times == 0 || before == at, || {
                     format!("sequence {id} holds {block:?} at {at:?}, it is at {before:?} already")
                 })?;
@@ -66,7 +66,7 @@ impl State {
                     .cached_info(block)
                     .map_or(group, |cached| cached.1);
                 ensure(of == group, || {
-                    format!("sequence {id} holds {block:?} of group {of} in column {group}")
+                    format!("sequence {id} holds {block:?} of group {of} in group {group}")
                 })?;
             }
         }
@@ -76,10 +76,15 @@ impl State {
     fn check_progress(&self, seq: &Sequence) -> Result<(), String> {
         let (id, computed, end) = (seq.id, seq.computed, seq.planned_end);
         let (block_size, tokens) = (self.groups.block_size(), seq.tokens.len());
-        let rows = seq.table.rows();
-        ensure(computed <= tokens && computed <= rows * block_size, || {
-            format!("sequence {id}: {computed} computed of {tokens} tokens in {rows} rows")
-        })?;
+        let indices = seq.table.num_indices();
+        ensure(
+            computed <= tokens && computed <= indices * block_size,
+            || {
+                format!(
+                    "sequence {id}: {computed} computed of {tokens} tokens in {indices} logical blocks"
+                )
+            },
+        )?;
         ensure(computed <= end, || {
             format!(
                 "sequence {id} is planned to {end}, before the end of its {computed} computed tokens"
@@ -92,11 +97,11 @@ impl State {
             )
         })?;
         // The last token of a full hit is computed again.
-        let registered = seq.registered.rows() * block_size;
+        let registered = seq.registered.num_indices() * block_size;
         ensure(registered <= end + 1, || {
             format!("sequence {id} is planned to {end} with {registered} registered tokens")
         })?;
-        ensure(self.caching || seq.registered.rows() == 0, || {
+        ensure(self.caching || seq.registered.num_indices() == 0, || {
             format!("sequence {id} has registered blocks, and caching is off")
         })?;
         ensure(!seq.dropped || seq.plans != PlanSet::NONE, || {
@@ -104,36 +109,39 @@ impl State {
         })
     }
 
-    /// A table has every row that a later token reads, and none that slid out of a window.
+    /// A table has every logical block that a later token reads, and none that slid out of a window.
     fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
         let (id, computed) = (seq.id, seq.computed);
-        let rows = self.groups.row_of(computed).max(seq.registered.rows());
-        let final_rows = self.final_rows(seq);
+        let indices = self
+            .groups
+            .index_of(computed)
+            .max(seq.registered.num_indices());
+        let final_indices = self.final_indices(seq);
         for group in 0..self.groups.len() {
             let start = seq.table.start(group);
-            let seen = self.groups.first_row(group, rows);
+            let seen = self.groups.first_index(group, indices);
             ensure(start <= seen, || {
                 format!(
-                    "sequence {id} of {computed} computed tokens begins in row {start} of group {group}, {seen} is seen"
+                    "sequence {id} of {computed} computed tokens begins at block {start} of group {group}, {seen} is seen"
                 )
             })?;
-            let unseen = self.groups.first_row(group, final_rows);
-            ensure(start >= unseen.min(seq.table.rows()), || {
+            let unseen = self.groups.first_index(group, final_indices);
+            ensure(start >= unseen.min(seq.table.num_indices()), || {
                 format!(
-                    "sequence {id} begins in row {start} of group {group}, nothing before {unseen} is seen"
+                    "sequence {id} begins at block {start} of group {group}, nothing before {unseen} is seen"
                 )
             })?;
         }
         Ok(())
     }
 
-    /// Rows that are yet to be written are in no other table, unless a fork shares them.
+    /// Logical blocks that are yet to be written are in no other table, unless a fork shares them.
     fn check_unshared(&self, seq: &Sequence, held: &[Held]) -> Result<(), String> {
-        let full = self.groups.row_of(seq.computed);
+        let full = self.groups.index_of(seq.computed);
         let from = full
-            .max(seq.registered.rows())
-            .max(seq.shared_rows as usize);
-        for block in (from..seq.table.rows()).flat_map(|row| seq.table.row(row)) {
+            .max(seq.registered.num_indices())
+            .max(seq.shared_indices as usize);
+        for block in (from..seq.table.num_indices()).flat_map(|index| seq.table.blocks_at(index)) {
             let times = held[block.at()].times;
             ensure(times == 1 && self.pool.cached_at(block).is_none(), || {
                 let id = seq.id;
@@ -143,23 +151,23 @@ impl State {
         Ok(())
     }
 
-    /// Registered rows are the blocks on the path from the root to the last one.
+    /// Registered logical blocks are the blocks on the path from the root to the last one.
     fn check_registered(&self, seq: &Sequence) -> Result<(), String> {
         let (id, tree) = (seq.id, self.pool.tree());
-        let (mut position, rows) = (seq.registered.last, seq.registered.rows());
-        let tokens = seq.tokens.get(..rows * self.groups.block_size());
+        let (mut position, indices) = (seq.registered.last, seq.registered.num_indices());
+        let tokens = seq.tokens.get(..indices * self.groups.block_size());
         let is_path = tree.contains(position)
             && tokens.is_some_and(|tokens| tree.leads_to(seq.root, tokens, position));
         ensure(is_path, || {
-            format!("sequence {id} does not stand on its first {rows} rows")
+            format!("sequence {id} does not stand on its first {indices} blocks")
         })?;
-        for row in (0..rows).rev() {
-            let is_its = |group: &usize| match seq.table.get(*group, row) {
+        for index in (0..indices).rev() {
+            let is_its = |group: &usize| match seq.table.get(*group, index) {
                 Some(block) => tree.block(position, *group) == Some(block),
                 None => true,
             };
             ensure((0..self.groups.len()).all(|group| is_its(&group)), || {
-                format!("sequence {id}: row {row} is not its cached block")
+                format!("sequence {id}: index {index} is not its cached block")
             })?;
             position = tree.parent(position).unwrap_or(NodePosition::NONE);
         }
@@ -176,10 +184,10 @@ mod tests {
 
     const CASES: &[Case] = &[
         ("two sequences are number 1", |s| s.seq(COPY).id = 1),
-        ("sequence 1 has 4 rows, 3 in group 1", |s| {
+        ("sequence 1 has 4 logical blocks, 3 in group 1", |s| {
             let mut table = s.seq(REST).table.clone();
             s.manager.state.shorten(REST, 3);
-            table.take_rows(3..4, |_| {});
+            table.take_indices(3..4, |_| {});
             let one = table.blocks_of(0).to_vec();
             s.seq(REST).table.tail_of_group(0).push(one[0]);
         }),
@@ -190,17 +198,19 @@ mod tests {
             let block = s.seq(REST).table.at(0, 3);
             s.seq(REST).table.replace(1, 3, block);
         }),
-        ("of group 1 in column 0", |s| {
+        ("of group 1 in group 0", |s| {
             let (one, other) = (s.seq(REST).table.at(0, 3), s.seq(REST).table.at(1, 3));
             s.seq(REST).table.replace(0, 3, other);
             s.seq(REST).table.replace(1, 3, one);
         }),
-        ("sequence 5: 8 computed of 7 tokens in 3 rows", |s| {
-            s.seq(TAIL).computed = 8
-        }),
-        ("sequence 1: 13 computed of 13 tokens in 4 rows", |s| {
-            s.seq(REST).computed = 13
-        }),
+        (
+            "sequence 5: 8 computed of 7 tokens in 3 logical blocks",
+            |s| s.seq(TAIL).computed = 8,
+        ),
+        (
+            "sequence 1: 13 computed of 13 tokens in 4 logical blocks",
+            |s| s.seq(REST).computed = 13,
+        ),
         (
             "sequence 1 is planned to 11, before the end of its 12 computed tokens",
             |s| {
@@ -227,14 +237,14 @@ mod tests {
         ("sequence 1 was dropped and lives on", |s| {
             s.seq(REST).dropped = true
         }),
-        ("begins in row 3 of group 1, 2 is seen", |s| {
+        ("begins at block 3 of group 1, 2 is seen", |s| {
             let mut gone = Vec::new();
             s.seq(REST).table.slide(1, 3, |block| gone.push(block));
             gone.into_iter()
                 .for_each(|block| s.manager.state.pool.release(block));
         }),
         (
-            "begins in row 2 of group 1, nothing before 3 is seen",
+            "begins at block 2 of group 1, nothing before 3 is seen",
             |s| {
                 s.seq(REST).registered = Registered::new(s.seq(REST).registered.last, 5);
                 s.seq(REST).computed = 15;
@@ -243,23 +253,23 @@ mod tests {
                 s.manager.state.allocate(REST, 5);
             },
         ),
-        ("sequence 1 does not stand on its first 4 rows", |s| {
+        ("sequence 1 does not stand on its first 4 blocks", |s| {
             s.seq(REST).registered.last = NodePosition::NONE;
         }),
-        ("sequence 1 does not stand on its first 4 rows", |s| {
+        ("sequence 1 does not stand on its first 4 blocks", |s| {
             s.seq(REST).registered.last = s.seq(PARENT).registered.last;
         }),
-        ("sequence 1 does not stand on its first 4 rows", |s| {
+        ("sequence 1 does not stand on its first 4 blocks", |s| {
             s.seq(REST).tokens[1] += 1
         }),
-        ("row 3 is not its cached block", |s| {
+        ("index 3 is not its cached block", |s| {
             let block = s.manager.state.allocate_one();
             let mine = s.seq(COPY).table.replace(0, 3, block);
             s.manager.state.pool.release(mine);
         }),
         ("sequence 3 would write on", |s| {
-            s.seq(PARENT).shared_rows = 0;
-            s.seq(TAIL).shared_rows = 0;
+            s.seq(PARENT).shared_indices = 0;
+            s.seq(TAIL).shared_indices = 0;
         }),
     ];
 

@@ -22,8 +22,8 @@ impl State {
     pub(crate) fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Explanation {
         let block_size = self.groups.block_size();
         let mut explanation = Explanation::default();
-        let miss = |rows, reason| {
-            let position = rows * block_size;
+        let miss = |indices, reason| {
+            let position = indices * block_size;
             Some(Miss { position, reason })
         };
         if !self.caching {
@@ -36,7 +36,7 @@ impl State {
         if let Some(root) = self.pool.tree().root(namespace) {
             let (pool, root) = (&mut self.pool, Registered::at_root(root));
             pool.find_match(found, groups, tokens, root, Purpose::Read);
-            ready = found.num_rows;
+            ready = found.num_indices;
             let purpose = Purpose::Prefill { replay: 0 };
             pool.find_match(found, groups, tokens, root, purpose);
         }
@@ -49,18 +49,18 @@ impl State {
             explanation.miss = miss(ready, MissReason::Loading);
             return explanation;
         }
-        explanation.num_in_flight_tokens = (self.matched.num_rows - ready) * block_size;
+        explanation.num_in_flight_tokens = (self.matched.num_indices - ready) * block_size;
         if self.matched.last != NodePosition::NONE {
             explanation.num_copied_tokens = self.num_copied(tokens);
         }
-        if self.matched.num_rows * block_size == tokens.len() {
+        if self.matched.num_indices * block_size == tokens.len() {
             let last = match explanation.num_in_flight_tokens {
                 0 => &mut explanation.num_pool_tokens,
                 _ => &mut explanation.num_in_flight_tokens,
             };
             *last = last.saturating_sub(1);
         }
-        let position = self.matched.num_rows * block_size;
+        let position = self.matched.num_indices * block_size;
         let prompt = Prompt {
             tokens,
             namespace,
@@ -73,17 +73,17 @@ impl State {
     }
 
     /// Records why a sequence computes tokens, given its match, before it computes any.
-    pub(crate) fn explain_prefill(&mut self, slot: u32) {
-        let (seq, block_size) = (self.seqs.at(slot), self.groups.block_size());
+    pub(crate) fn explain_prefill(&mut self, seq_index: u32) {
+        let (seq, block_size) = (self.seqs.at(seq_index), self.groups.block_size());
         if seq.planned_end > seq.cached + seq.restored {
             return;
         }
-        let rows = seq.registered.rows() + self.matched.num_rows;
-        let position = rows * block_size;
+        let indices = seq.registered.num_indices() + self.matched.num_indices;
+        let position = indices * block_size;
         let miss = if !self.caching || !seq.read_cache {
             let reason = MissReason::ReadsDisabled;
             Some(Miss { position, reason })
-        } else if rows > 0 && position + block_size > seq.tokens.len() {
+        } else if indices > 0 && position + block_size > seq.tokens.len() {
             None
         } else {
             let prompt = Prompt {
@@ -95,7 +95,7 @@ impl State {
             };
             find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt)
         };
-        self.seqs.at_mut(slot).set_miss(miss.map(Box::new));
+        self.seqs.at_mut(seq_index).set_miss(miss.map(Box::new));
     }
 }
 

@@ -60,25 +60,25 @@ impl State {
             }
             return Err(error);
         }
-        self.begin_rows();
+        self.begin_indices();
         let mut rejected = Vec::new();
         while let Some(&key) = sequences.get(position) {
-            if !self.plan_decode(key.slot, lookahead) {
+            if !self.plan_decode(key.seq_index, lookahead) {
                 rejected.push(position);
             }
             position += 1;
             position += self.push_decodes(&sequences[position..], lookahead);
-            self.begin_rows();
+            self.begin_indices();
         }
         Ok(rejected)
     }
 
-    fn plan_decode(&mut self, slot: u32, lookahead: usize) -> bool {
+    fn plan_decode(&mut self, seq_index: u32, lookahead: usize) -> bool {
         let plan = self.steps.newest();
         if plan.budget_left == 0 {
             return false;
         }
-        let needed = self.blocks_to_write(slot, lookahead.saturating_add(1));
+        let needed = self.blocks_to_write(seq_index, lookahead.saturating_add(1));
         if needed > self.pool.available() {
             return false;
         }
@@ -86,7 +86,7 @@ impl State {
             computed: 1,
             lookahead,
         };
-        self.enter(slot, tokens, None);
+        self.enter(seq_index, tokens, None);
         true
     }
 
@@ -104,7 +104,7 @@ impl State {
         }
         seq.check_decode(self.steps.newest_plan(plan)?.bit)?;
         let len = 1 + drafts.len();
-        let needed = self.blocks_to_write(key.slot, len);
+        let needed = self.blocks_to_write(key.seq_index, len);
         let available = self.pool.available();
         if len > self.steps.newest().budget_left {
             return Ok(Prefill::NoBudget);
@@ -112,7 +112,7 @@ impl State {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        self.enter(key.slot, NewTokens::computed(1), None);
+        self.enter(key.seq_index, NewTokens::computed(1), None);
         let last = self.steps.newest().entries.len() - 1;
         self.extend_decode(last, drafts);
         Ok(Prefill::Planned {
@@ -142,26 +142,26 @@ impl State {
         if request.max_tokens.min(budget_left) == 0 {
             return Ok(Prefill::NoBudget);
         }
-        Ok(self.match_and_plan(key.slot, request))
+        Ok(self.match_and_plan(key.seq_index, request))
     }
 
     /// Matches the sequence, and plans the tokens after the match.
-    fn match_and_plan(&mut self, slot: u32, request: PrefillRequest) -> Prefill {
+    fn match_and_plan(&mut self, seq_index: u32, request: PrefillRequest) -> Prefill {
         let mut source = None;
         let replay = request.replay;
-        if self.find_match(slot, Purpose::Prefill { replay }) {
+        if self.find_match(seq_index, Purpose::Prefill { replay }) {
             if self.pool.any_loading()
-                && let Some(transfer) = self.awaited_transfer(slot)
+                && let Some(transfer) = self.awaited_transfer(seq_index)
             {
                 return Prefill::Loading { transfer };
             }
-            source = self.find_copy_source(slot);
+            source = self.find_copy_source(seq_index);
         }
         if self.pool.history.is_some() {
-            self.explain_prefill(slot);
+            self.explain_prefill(seq_index);
         }
         loop {
-            match self.plan_after_match(slot, request, source) {
+            match self.plan_after_match(seq_index, request, source) {
                 // A prefill does not wait for the sake of a partial copy.
                 Prefill::NoRoom { .. } if source.is_some() => source = None,
                 answer => return answer,
@@ -172,30 +172,30 @@ impl State {
     /// Plans the tokens after the current match and the copied tokens of `source`.
     fn plan_after_match(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         request: PrefillRequest,
         source: Option<CopySource>,
     ) -> Prefill {
         let max_tokens = request.max_tokens;
         let most = max_tokens.min(self.steps.newest().budget_left);
-        let (start, cached_end, replay) = self.start_after_match(slot, source, request.replay);
+        let (start, cached_end, replay) = self.start_after_match(seq_index, source, request.replay);
         if start.saturating_add(most) < cached_end {
             return Prefill::NoBudget; // a replay is computed in one step
         }
-        let seq = self.seqs.at(slot);
+        let seq = self.seqs.at(seq_index);
         let rest = seq.tokens.len() - start;
         let len = match chunk(start, rest, most, self.groups.block_size()) {
             len if start + len < cached_end => most,
             len => len,
         };
-        let copies = match (self.matched.num_rows, source) {
-            (0, None) => self.must_copy(slot, start).count(),
+        let copies = match (self.matched.num_indices, source) {
+            (0, None) => self.must_copy(seq_index, start).count(),
             _ => 0,
         };
         let new = match request.spare_blocks {
-            None => self.new_blocks(slot, start + len),
+            None => self.new_blocks(seq_index, start + len),
             Some(spare) => {
-                let whole = self.blocks_to_come(slot, start + len, max_tokens);
+                let whole = self.blocks_to_come(seq_index, start + len, max_tokens);
                 whole.saturating_add(spare)
             }
         };
@@ -204,12 +204,12 @@ impl State {
         // Revived blocks are counted only if the pool lacks room for all that was matched.
         let matched = self.matched.blocks.len() + source.map_or(0, |_| self.groups.len());
         if new.saturating_add(matched) > available {
-            let needed = new.saturating_add(self.num_revived(slot, source));
+            let needed = new.saturating_add(self.num_revived(seq_index, source));
             if needed > available {
                 return Prefill::NoRoom { needed, available };
             }
         }
-        let seq = self.seqs.at(slot);
+        let seq = self.seqs.at(seq_index);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
         let blocks = |of: CopySource| self.pool.tree().blocks(of.position).collect();
@@ -220,7 +220,7 @@ impl State {
             copied_tokens: source.map_or(0, |source| source.tokens),
             ..PrefillWork::default()
         }));
-        self.enter(slot, NewTokens::computed(len), Some(details));
+        self.enter(seq_index, NewTokens::computed(len), Some(details));
         Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -235,7 +235,7 @@ fn check_decodes(state: &State, plan: PlanSet, sequences: &[SeqKey]) -> Result<(
     for &key in sequences {
         let seq = state.seqs.get(key)?;
         seq.check_decode(plan)?;
-        if !seen.insert(key.slot) {
+        if !seen.insert(key.seq_index) {
             return Err(Error::InPlan { sequence: seq.id });
         }
     }
@@ -243,69 +243,72 @@ fn check_decodes(state: &State, plan: PlanSet, sequences: &[SeqKey]) -> Result<(
 }
 
 impl State {
-    /// Layer groups whose block of the row of `position` must be copied before it is written: other sequences hold
-    /// it, or it is cached and a fork kept only its beginning.
-    pub(super) fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
-        self.groups_shared_at(slot, position, |block| self.pool.seq_refs(block) > 1)
+    /// Layer groups whose block at `position` must be copied before it is written: other sequences hold it, or it is
+    /// cached and a fork kept only its beginning.
+    pub(super) fn must_copy(
+        &self,
+        seq_index: u32,
+        position: usize,
+    ) -> impl Iterator<Item = usize> + '_ {
+        self.groups_shared_at(seq_index, position, |block| self.pool.seq_refs(block) > 1)
     }
 
-    /// Layer groups whose block of the row of `position` was shared with a fork, and is `held` by others or cached
-    /// still.
+    /// Layer groups whose block at `position` was shared with a fork, and is `held` by others or cached still.
     pub(super) fn groups_shared_at(
         &self,
-        slot: u32,
+        seq_index: u32,
         position: usize,
         held: impl Fn(BlockId) -> bool,
     ) -> impl Iterator<Item = usize> {
-        let seq = self.seqs.at(slot);
-        let row = self.groups.row_of(position);
-        let groups = 0..self.groups.len() * usize::from(seq.may_share(row));
+        let seq = self.seqs.at(seq_index);
+        let index = self.groups.index_of(position);
+        let groups = 0..self.groups.len() * usize::from(seq.may_share(index));
         groups.filter(move |&group| {
-            let block = seq.table.at(group, row);
+            let block = seq.table.at(group, index);
             held(block) || self.pool.cached_at(block).is_some()
         })
     }
 
     /// Blocks to allocate before the sequence can write its next `len` positions.
-    fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
-        let seq = self.seqs.at(slot);
-        let rows = self.groups.rows(seq.planned_end.saturating_add(len));
-        let new = rows.saturating_sub(seq.table.rows());
+    fn blocks_to_write(&self, seq_index: u32, len: usize) -> usize {
+        let seq = self.seqs.at(seq_index);
+        let indices = self.groups.num_indices(seq.planned_end.saturating_add(len));
+        let new = indices.saturating_sub(seq.table.num_indices());
         let new = new.saturating_mul(self.groups.len());
-        new.saturating_add(self.must_copy(slot, seq.planned_end).count())
+        new.saturating_add(self.must_copy(seq_index, seq.planned_end).count())
     }
 
-    /// Rows to allocate for the table, with the current match, to reach `end` tokens.
-    fn new_rows(&self, slot: u32, end: usize) -> usize {
-        let held = self.seqs.at(slot).table.rows() + self.matched.num_rows;
-        self.groups.rows(end).saturating_sub(held)
+    /// Logical blocks to allocate for the table, with the current match, to reach `end` tokens.
+    fn new_indices(&self, seq_index: u32, end: usize) -> usize {
+        let held = self.seqs.at(seq_index).table.num_indices() + self.matched.num_indices;
+        self.groups.num_indices(end).saturating_sub(held)
     }
 
-    fn new_blocks(&self, slot: u32, end: usize) -> usize {
-        self.new_rows(slot, end) * self.groups.len()
+    fn new_blocks(&self, seq_index: u32, end: usize) -> usize {
+        self.new_indices(seq_index, end) * self.groups.len()
     }
 
     /// Blocks to allocate until all known tokens are computed: in a step that ends at `end`, then in steps of at
     /// most `max_tokens`. Blocks that slide out of a window meanwhile are reused.
-    fn blocks_to_come(&self, slot: u32, end: usize, max_tokens: usize) -> usize {
-        let seq = self.seqs.at(slot);
-        let now = self.new_rows(slot, end);
+    fn blocks_to_come(&self, seq_index: u32, end: usize, max_tokens: usize) -> usize {
+        let seq = self.seqs.at(seq_index);
+        let now = self.new_indices(seq_index, end);
         if !self.groups.have_windows() {
-            return self.new_blocks(slot, seq.tokens.len());
+            return self.new_blocks(seq_index, seq.tokens.len());
         }
-        let rows = seq.table.rows() + self.matched.num_rows;
+        let indices = seq.table.num_indices() + self.matched.num_indices;
         let come = |group: usize| {
             // Blocks that slide out of a window with the match stay pinned by the plan.
-            let start = match self.matched.num_rows {
+            let start = match self.matched.num_indices {
                 0 => seq.table.start(group),
                 matched => {
-                    let end = seq.registered.rows() + matched;
-                    let seen = self.groups.first_row_of(group, end, self.matched.replay);
+                    let end = seq.registered.num_indices() + matched;
+                    let seen = self.groups.first_index_of(group, end, self.matched.replay);
                     seen.max(seq.table.start(group))
                 }
             };
             let peak = self.groups.peak(group, seq.tokens.len(), max_tokens);
-            peak.saturating_sub(rows - start).max(now)
+            peak.saturating_sub(indices - start).max(now)
         };
         (0..self.groups.len()).map(come).sum()
     }
@@ -315,12 +318,12 @@ impl State {
     /// case.
     fn start_after_match(
         &self,
-        slot: u32,
+        seq_index: u32,
         source: Option<CopySource>,
         replay: usize,
     ) -> (usize, usize, usize) {
-        let seq = self.seqs.at(slot);
-        let cached = self.matched.num_rows * self.groups.block_size();
+        let seq = self.seqs.at(seq_index);
+        let cached = self.matched.num_indices * self.groups.block_size();
         let cached = cached + source.map_or(0, |source| source.tokens);
         let (end, replay) = (seq.planned_end + cached, replay.min(cached));
         let start = match cached {
@@ -332,27 +335,30 @@ impl State {
 
     /// The block that the current match ends inside of: it agrees with at least an eighth of a block of the next
     /// tokens, and no open step computes it, because copies come before the step.
-    fn find_copy_source(&self, slot: u32) -> Option<CopySource> {
-        let seq = self.seqs.at(slot);
-        self.copy_source(&seq.tokens, seq.registered.rows() + self.matched.num_rows)
+    fn find_copy_source(&self, seq_index: u32) -> Option<CopySource> {
+        let seq = self.seqs.at(seq_index);
+        self.copy_source(
+            &seq.tokens,
+            seq.registered.num_indices() + self.matched.num_indices,
+        )
     }
 
-    /// How many tokens of a prompt would be copied after the current match, which leads over its first rows.
+    /// How many tokens of a prompt would be copied after the current match, which leads over its first logical blocks.
     pub(crate) fn num_copied(&self, tokens: &[u32]) -> usize {
-        let source = self.copy_source(tokens, self.matched.num_rows);
+        let source = self.copy_source(tokens, self.matched.num_indices);
         source.map_or(0, |source| source.tokens)
     }
 
-    fn copy_source(&self, tokens: &[u32], rows: usize) -> Option<CopySource> {
+    fn copy_source(&self, tokens: &[u32], indices: usize) -> Option<CopySource> {
         if !self.partial_reuse {
             return None;
         }
         let size = self.groups.block_size();
-        let row = rows * size;
+        let index = indices * size;
         // The last token is always computed.
-        let end = tokens.len().saturating_sub(1).min(row + size);
+        let end = tokens.len().saturating_sub(1).min(index + size);
         let least = size.div_ceil(8);
-        let tokens = tokens.get(row..end)?;
+        let tokens = tokens.get(index..end)?;
         if tokens.len() < least {
             return None;
         }
@@ -361,12 +367,12 @@ impl State {
         best.map(|(position, tokens)| CopySource { position, tokens })
     }
 
-    /// Matches the tokens after the sequence's position into `self.matched`, if it is a block boundary and the
-    /// sequence may read the cache; returns whether that is so. Rows that it has reserved come after the match.
-    pub(super) fn find_match(&mut self, slot: u32, purpose: Purpose) -> bool {
-        let seq = self.seqs.at(slot);
+    /// Matches the tokens after the sequence's position into `self.matched`, if it is a block boundary and the sequence
+    /// may read the cache; returns whether that is so. Logical blocks that it has reserved come after the match.
+    pub(super) fn find_match(&mut self, seq_index: u32, purpose: Purpose) -> bool {
+        let seq = self.seqs.at(seq_index);
         let registered = seq.registered;
-        let on_boundary = seq.planned_end == registered.rows() * self.groups.block_size();
+        let on_boundary = seq.planned_end == registered.num_indices() * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
             self.matched.begin(registered.last, 0);
             return false;
@@ -377,28 +383,28 @@ impl State {
     }
 
     /// Blocks of the current match that a token after it reads.
-    pub(crate) fn matched_blocks(&self, slot: u32) -> impl Iterator<Item = BlockId> + '_ {
-        self.matched_blocks_after(self.seqs.at(slot).registered.rows())
+    pub(crate) fn matched_blocks(&self, seq_index: u32) -> impl Iterator<Item = BlockId> + '_ {
+        self.matched_blocks_after(self.seqs.at(seq_index).registered.num_indices())
     }
 
-    /// The same, if the match follows `from` rows.
+    /// The same, if the match follows `from` logical blocks.
     pub(crate) fn matched_blocks_after(&self, from: usize) -> impl Iterator<Item = BlockId> + '_ {
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
         let seen = blocks.filter(move |(place, _)| {
-            let (row, group) = (from + place / groups, place % groups);
-            let end = from + self.matched.num_rows;
-            row >= self.groups.first_row_of(group, end, self.matched.replay)
+            let (index, group) = (from + place / groups, place % groups);
+            let end = from + self.matched.num_indices;
+            index >= self.groups.first_index_of(group, end, self.matched.replay)
         });
         seen.map(|(_, &block)| block)
     }
 
     /// Blocks of the current match, as far as a token after it reads them, and of the copy source that are evictable
     /// now.
-    fn num_revived(&self, slot: u32, source: Option<CopySource>) -> usize {
+    fn num_revived(&self, seq_index: u32, source: Option<CopySource>) -> usize {
         let source = source.into_iter();
         let source = source.flat_map(|source| self.pool.tree().blocks(source.position));
-        let reused = self.matched_blocks(slot).chain(source);
+        let reused = self.matched_blocks(seq_index).chain(source);
         reused.filter(|&block| self.pool.is_queued(block)).count()
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::ids::BlockId;
 
-/// The answer to [`BlockManager::prefill`](crate::BlockManager::prefill) and [`BlockManager::speculate`](crate::BlockManager::speculate).
+/// The answer to [`BlockManager::prefill`](crate::BlockManager::prefill) and
+/// [`BlockManager::speculate`](crate::BlockManager::speculate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub enum Prefill {
@@ -37,7 +38,7 @@ pub enum Prefill {
 pub enum Extend {
     /// The sequence has the slots.
     Extended {
-        /// New blocks at the end of the table, row by row; of each row those of all layer groups.
+        /// New blocks at the end of the table, by index, then by layer group.
         blocks: Vec<BlockId>,
         /// Blocks to copy before anything is written, as (source, destination): a fork's partial block.
         copies: Vec<(BlockId, BlockId)>,

@@ -44,22 +44,24 @@ impl Steps {
         let mut computing: HashSet<BlockId> = HashSet::new();
         let mut growth: HashMap<u32, usize> = HashMap::new();
         for entry in self.open.iter().flat_map(|plan| &plan.entries) {
-            *growth.entry(entry.slot).or_default() += entry.growth();
+            *growth.entry(entry.seq_index).or_default() += entry.growth();
         }
         for (at, plan) in self.open.iter().enumerate() {
             let serial = plan.key.serial;
             let mut row = 0;
             for entry in &plan.entries {
-                let Some(&seq) = sequences.get(&entry.slot) else {
+                let Some(&seq) = sequences.get(&entry.seq_index) else {
                     return Err(format!("plan {serial} holds a sequence that is gone"));
                 };
-                let track = tracks.entry(entry.slot).or_insert_with(|| Track::new(seq));
+                let track = tracks
+                    .entry(entry.seq_index)
+                    .or_insert_with(|| Track::new(seq));
                 track.follow(at == 0, plan, entry, seq)?;
                 if entry.samples() {
                     track.sample_row = Some(SampleRow::new(row));
                 }
                 row += entry.num_samples();
-                let to_come = growth.entry(entry.slot).or_default();
+                let to_come = growth.entry(entry.seq_index).or_default();
                 check_extent(state, entry, seq, *to_come)?;
                 check_in_place(state, entry, seq.id)?;
                 *to_come -= entry.growth();
@@ -79,8 +81,8 @@ impl Steps {
                 format!("{block:?} is to be computed in step {step} by no entry")
             })?;
         }
-        for (slot, seq) in state.seqs.iter_slots() {
-            let track = tracks.remove(&slot).unwrap_or_else(|| Track::new(seq));
+        for (seq_index, seq) in state.seqs.iter_slots() {
+            let track = tracks.remove(&seq_index).unwrap_or_else(|| Track::new(seq));
             track.check_end(seq)?;
         }
         Ok(())
@@ -91,14 +93,17 @@ impl Steps {
         let serial = plan.key.serial;
         let mut counted = 0;
         for entry in &plan.entries {
-            let (seq, row) = (state.seqs.at(entry.slot), state.groups.row_of(entry.start));
+            let (seq, index) = (
+                state.seqs.at(entry.seq_index),
+                state.groups.index_of(entry.start),
+            );
             let table = state.table_of(plan, entry);
             for (copied, group, source) in entry.copied() {
                 let id = seq.id;
-                ensure(copied == row, || {
-                    format!("sequence {id} copies row {copied} to write in row {row}")
+                ensure(copied == index, || {
+                    format!("sequence {id} copies block {copied} to write in block {index}")
                 })?;
-                let copy = table.get(group, row);
+                let copy = table.get(group, index);
                 ensure(
                     copy.is_some_and(|copy| plan.copies().contains(&(source, copy))),
                     || format!("sequence {id}: plan {serial} does not copy {source:?} to {copy:?}"),
@@ -168,7 +173,7 @@ fn check_copied_partly(
     entry: &Entry,
     table: &BlockTable,
 ) -> Result<usize, String> {
-    let seq = state.seqs.at(entry.slot);
+    let seq = state.seqs.at(entry.seq_index);
     let (id, serial) = (seq.id, plan.key.serial);
     let Some(prefill) = entry.prefill() else {
         return Ok(0);
@@ -180,12 +185,12 @@ fn check_copied_partly(
         })?;
         return Ok(0);
     }
-    let row = prefill.preregister_from;
+    let index = prefill.preregister_from;
     let tokens = prefill.copied_tokens;
-    let begins = row * state.groups.block_size();
+    let begins = index * state.groups.block_size();
     let pool = &state.pool;
     for (group, &source) in prefill.copy_sources.iter().enumerate() {
-        let copy = table.get(group, row);
+        let copy = table.get(group, index);
         let copied = copy.is_some_and(|copy| plan.copies().contains(&(source, copy)));
         ensure(copied && plan.pinned.contains(&source), || {
             format!("sequence {id}: plan {serial} does not copy or pin {source:?}, its source")
@@ -201,7 +206,7 @@ fn check_copied_partly(
     Ok(prefill.copy_sources.len())
 }
 
-/// It writes in a block that no other sequence holds, unless they share the row that it fills.
+/// It writes in a block that no other sequence holds, unless they share the logical block that it fills.
 fn check_in_place(state: &State, entry: &Entry, id: u64) -> Result<(), String> {
     if entry.start.is_multiple_of(state.groups.block_size()) {
         return Ok(());
@@ -214,32 +219,32 @@ fn check_in_place(state: &State, entry: &Entry, id: u64) -> Result<(), String> {
     })
 }
 
-/// It has blocks for all positions that it computes, and can be undone: its table had `growth` rows fewer.
+/// It has blocks for all positions that it computes, and can be undone: its table had `growth` logical blocks fewer.
 fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> Result<(), String> {
-    let (id, rows) = (seq.id, seq.table.rows());
-    let before = rows.saturating_sub(growth);
-    let fits = state.groups.rows(entry.end()) <= rows && growth <= rows;
+    let (id, end) = (seq.id, seq.table.num_indices());
+    let before = end.saturating_sub(growth);
+    let fits = state.groups.num_indices(entry.end()) <= end && growth <= end;
     ensure(fits, || format!("sequence {id} is planned without blocks"))?;
     let from = entry.start - entry.reused_tokens();
-    ensure(state.groups.rows(from) <= before, || {
-        format!("sequence {id} was at {from} with {before} rows")
+    ensure(state.groups.num_indices(from) <= before, || {
+        format!("sequence {id} was at {from} with {before} logical blocks")
     })?;
     let Some(prefill) = entry.prefill() else {
         return Ok(());
     };
     let saved = registered_before(entry);
     let matched_end = saved.map_or(prefill.preregister_from, |saved| {
-        saved.rows() + prefill.matched_rows
+        saved.num_indices() + prefill.matched_indices
     });
     let block_size = state.groups.block_size();
     let write = entry.write_from(block_size);
     ensure(
         write == matched_end * block_size + prefill.copied_tokens,
-        || format!("sequence {id} writes from {write}, has blocks of {matched_end} rows"),
+        || format!("sequence {id} writes from {write}, has {matched_end} logical blocks"),
     )?;
     ensure(prefill.preregister_from == matched_end, || {
         let from = prefill.preregister_from;
-        format!("sequence {id} preregisters from row {from}, not {matched_end}")
+        format!("sequence {id} preregisters from block {from}, not {matched_end}")
     })?;
     let groups = state.groups.len();
     let places = matched_end * groups..(matched_end + prefill.preregistered) * groups;
@@ -251,7 +256,7 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
     saved.map_or(Ok(()), |saved| check_path(state, prefill, seq, saved))
 }
 
-/// The registered rows that the sequence of a prefill had before, if it changed them.
+/// The registered prefix that the sequence of a prefill had before, if it changed it.
 fn registered_before(entry: &Entry) -> Option<Registered> {
     entry.changes().find_map(|change| match change {
         Change::Matched { before, .. } | Change::Preregistered { before } => Some(*before),
@@ -259,7 +264,7 @@ fn registered_before(entry: &Entry) -> Option<Registered> {
     })
 }
 
-/// The sequence's registered rows end where the entry's do or later, on a path through those that it had before.
+/// The sequence's registered prefix ends where the entry's does or later, on a path through the one that it had before.
 fn check_path(
     state: &State,
     prefill: &PrefillWork,
@@ -268,14 +273,14 @@ fn check_path(
 ) -> Result<(), String> {
     let (id, registered) = (seq.id, seq.registered);
     let end = prefill.preregister_from + prefill.preregistered;
-    ensure(end <= registered.rows(), || {
-        let rows = registered.rows();
-        format!("sequence {id} has {end} rows registered by its plan, {rows} in all")
+    ensure(end <= registered.num_indices(), || {
+        let all = registered.num_indices();
+        format!("sequence {id} has {end} blocks registered by its plan, {all} in all")
     })?;
-    let last = state
-        .pool
-        .tree()
-        .ancestor(registered.last, registered.rows() - saved.rows());
+    let last = state.pool.tree().ancestor(
+        registered.last,
+        registered.num_indices() - saved.num_indices(),
+    );
     ensure(last == saved.last, || {
         let before = saved.last;
         format!("sequence {id} was at {before:?}, its path leads through {last:?}")
@@ -293,16 +298,16 @@ fn check_reused(
     let written = entry.write_from(state.groups.block_size());
     let again = written.saturating_sub(prefill.replay);
     let end = again.min(seq.tokens.len() - 1);
-    let fits = match prefill.matched_rows + prefill.copied_tokens {
+    let fits = match prefill.matched_indices + prefill.copied_tokens {
         0 => prefill.reused_tokens == 0,
         _ => start == end,
     };
     ensure(fits, || {
-        let (tokens, rows) = (prefill.reused_tokens, prefill.matched_rows);
-        format!("sequence {id} starts at {start} with {tokens} tokens of {rows} rows reused")
+        let (tokens, matched) = (prefill.reused_tokens, prefill.matched_indices);
+        format!("sequence {id} starts at {start} with {tokens} tokens of {matched} blocks reused")
     })?;
     let (blocks, in_flight) = (prefill.matched_blocks, prefill.in_flight);
-    let most = prefill.matched_rows * state.groups.len();
+    let most = prefill.matched_indices * state.groups.len();
     ensure(
         blocks <= most && in_flight <= blocks + prefill.already_cached.len(),
         || format!("sequence {id} reused {blocks} blocks of {most}, {in_flight} in flight"),
@@ -310,7 +315,7 @@ fn check_reused(
     ensure(state.sharing || prefill.preregistered == 0, || {
         format!("sequence {id} preregisters what it must not")
     })?;
-    let reuses = prefill.matched_rows + prefill.copy_sources.len() > 0;
+    let reuses = prefill.matched_indices + prefill.copy_sources.len() > 0;
     ensure(seq.read_cache || !reuses, || {
         format!("sequence {id} reuses what it must not")
     })
@@ -456,25 +461,27 @@ mod tests {
         &mut s.manager.state.steps.open[plan]
     }
 
-    fn entry(s: &mut Scene, at: usize, slot: u32) -> &mut Entry {
+    fn entry(s: &mut Scene, at: usize, seq_index: u32) -> &mut Entry {
         let mut entries = plan(s, at).entries.iter_mut();
-        entries.find(|entry| entry.slot == slot).expect("planned")
+        entries
+            .find(|entry| entry.seq_index == seq_index)
+            .expect("planned")
     }
 
-    fn details(s: &mut Scene, at: usize, slot: u32) -> &mut Details {
-        let details = entry(s, at, slot).details.as_mut();
+    fn details(s: &mut Scene, at: usize, seq_index: u32) -> &mut Details {
+        let details = entry(s, at, seq_index).details.as_mut();
         details.expect("more than a decode")
     }
 
-    fn prefill(s: &mut Scene, at: usize, slot: u32) -> &mut PrefillWork {
-        match &mut details(s, at, slot).work {
+    fn prefill(s: &mut Scene, at: usize, seq_index: u32) -> &mut PrefillWork {
+        match &mut details(s, at, seq_index).work {
             Work::Prefill(prefill) => prefill,
             _ => panic!("no prefill"),
         }
     }
 
-    fn slid(s: &mut Scene, at: usize, slot: u32) -> &mut Vec<(usize, BlockId)> {
-        let mut journal = details(s, at, slot).journal.iter_mut();
+    fn slid(s: &mut Scene, at: usize, seq_index: u32) -> &mut Vec<(usize, BlockId)> {
+        let mut journal = details(s, at, seq_index).journal.iter_mut();
         let slid = journal.find_map(|change| match change {
             Change::Matched { slid, .. } => Some(slid),
             _ => None,
@@ -482,13 +489,13 @@ mod tests {
         slid.expect("a match")
     }
 
-    fn copied_row(s: &mut Scene, at: usize, slot: u32) -> &mut usize {
-        let mut journal = details(s, at, slot).journal.iter_mut();
-        let row = journal.find_map(|change| match change {
-            Change::Copied { row, .. } => Some(row),
+    fn copied_index(s: &mut Scene, at: usize, seq_index: u32) -> &mut usize {
+        let mut journal = details(s, at, seq_index).journal.iter_mut();
+        let index = journal.find_map(|change| match change {
+            Change::Copied { index, .. } => Some(index),
             _ => None,
         });
-        row.expect("a copy")
+        index.expect("a copy")
     }
 
     const PLANS: &[Case] = &[
@@ -511,7 +518,7 @@ mod tests {
             s.manager.state.steps.spare_entries.push(entry);
         }),
         ("plan 11 holds a sequence that is gone", |s| {
-            entry(s, OLDER, LEFT).slot = 99
+            entry(s, OLDER, LEFT).seq_index = 99
         }),
         (
             "plan 11 has 17 tokens and 3 samples, counted 16 and 3",
@@ -525,8 +532,8 @@ mod tests {
                 plan(s, OLDER).num_samples = 4;
             },
         ),
-        ("sequence 4 copies row 1 to write in row 2", |s| {
-            *copied_row(s, NEWER, CHILD) = 1;
+        ("sequence 4 copies block 1 to write in block 2", |s| {
+            *copied_index(s, NEWER, CHILD) = 1;
         }),
         ("sequence 4: plan 12 does not copy", |s| {
             plan(s, NEWER).copies_mut()[0].1 = BlockId::from(0);
@@ -559,23 +566,23 @@ mod tests {
 
     const ENTRIES: &[Case] = &[
         ("sequence 9 is planned without blocks", |s| {
-            entry(s, NEWER, LONG).new_rows = 99
+            entry(s, NEWER, LONG).new_indices = 99
         }),
         ("sequence 3 writes in Some(BlockId(", |s| {
-            entry(s, NEWER, CHILD).slot = PARENT;
+            entry(s, NEWER, CHILD).seq_index = PARENT;
         }),
-        ("sequence 9 was at 6 with 1 rows", |s| {
-            entry(s, OLDER, LONG).new_rows -= 1;
-            entry(s, NEWER, LONG).new_rows += 1;
+        ("sequence 9 was at 6 with 1 logical blocks", |s| {
+            entry(s, OLDER, LONG).new_indices -= 1;
+            entry(s, NEWER, LONG).new_indices += 1;
         }),
-        ("sequence 9 writes from 12, has blocks of 3 rows", |s| {
-            entry(s, NEWER, LONG).rows_written = 4;
+        ("sequence 9 writes from 12, has 3 logical blocks", |s| {
+            entry(s, NEWER, LONG).indices_written = 4;
         }),
-        ("sequence 9 preregisters from row 2, not 3", |s| {
+        ("sequence 9 preregisters from block 2, not 3", |s| {
             prefill(s, NEWER, LONG).preregister_from = 2;
         }),
         (
-            "sequence 9 has 6 rows registered by its plan, 5 in all",
+            "sequence 9 has 6 blocks registered by its plan, 5 in all",
             |s| prefill(s, NEWER, LONG).preregistered = 3,
         ),
         ("sequence 9 was at Node", |s| {
@@ -590,7 +597,7 @@ mod tests {
             prefill(s, NEWER, LONG).already_cached = vec![5]
         }),
         (
-            "sequence 16 starts at 1 with 1 tokens of 0 rows reused",
+            "sequence 16 starts at 1 with 1 tokens of 0 blocks reused",
             |s| {
                 let entry = entry(s, OLDER, LEFT);
                 entry.start = 1;
@@ -612,8 +619,8 @@ mod tests {
             slid(s, NEWER, LONG).clear(); // the newer plan has it
         }),
         ("is twice in plan 12, or after its drafts", |s| {
-            let slot = entry(s, NEWER, TALK).slot;
-            entry(s, NEWER, BRIEF).slot = slot;
+            let seq_index = entry(s, NEWER, TALK).seq_index;
+            entry(s, NEWER, BRIEF).seq_index = seq_index;
         }),
         ("sequence 9 begins at 10, stands at 6", |s| {
             entry(s, NEWER, LONG).start = 10

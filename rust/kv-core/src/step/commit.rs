@@ -53,7 +53,7 @@ impl State {
             let fits = (1..=drafts.len() + 1).contains(&accepted);
             if !fits || mine[..accepted - 1] != drafts[..accepted - 1] {
                 return Err(Error::Accepted {
-                    sequence: self.seqs.at(entry.slot).id,
+                    sequence: self.seqs.at(entry.seq_index).id,
                     accepted,
                     drafts: drafts.len(),
                 });
@@ -78,10 +78,11 @@ impl State {
         } = plan;
         let (mut remappings, mut dropped) = (Vec::new(), Vec::new());
         let (first, others) = entries.split_at(decodes);
-        // First: a row that a later entry registered may be the parent of one that an earlier entry registers now.
+        // First: a logical block that a later entry registered may be the parent of one that an earlier entry registers
+        // now.
         for entry in others {
             if let Some(prefill) = entry.prefill() {
-                self.emit_preregistered(entry.slot, prefill);
+                self.emit_preregistered(entry.seq_index, prefill);
             }
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
@@ -89,8 +90,8 @@ impl State {
         if decodes > 0 {
             self.close_decodes(bit, first.iter().zip(sampled), &mut full, &mut dropped);
         }
-        for slot in full.drain(..) {
-            self.finish_computed(slot, step, &mut remappings);
+        for seq_index in full.drain(..) {
+            self.finish_computed(seq_index, step, &mut remappings);
         }
         self.steps.full = full;
         let mut sampling = decodes;
@@ -102,14 +103,14 @@ impl State {
                 sampling += 1;
             }
             if self.close_entry(bit, entry, accepted) {
-                dropped.push(entry.slot);
+                dropped.push(entry.seq_index);
             }
-            self.finish_computed(entry.slot, step, &mut remappings);
+            self.finish_computed(entry.seq_index, step, &mut remappings);
         }
         self.pool.stats.computed_tokens += num_tokens as u64;
         // Last: the blocks of a dropped sequence are there for the whole batch to merge into.
-        for slot in dropped {
-            self.end_sequence(slot);
+        for seq_index in dropped {
+            self.end_sequence(seq_index);
         }
         if !entries.is_empty() {
             clear(&mut entries);
@@ -124,41 +125,46 @@ impl State {
     }
 
     /// Registers what a sequence has computed, and releases blocks that no later token reads.
-    fn finish_computed(&mut self, slot: u32, step: u32, remappings: &mut Vec<Remapping>) {
-        self.register_full(slot, step, remappings);
-        self.slide(slot);
+    fn finish_computed(&mut self, seq_index: u32, step: u32, remappings: &mut Vec<Remapping>) {
+        self.register_full(seq_index, step, remappings);
+        self.slide(seq_index);
     }
 
-    /// Registers the rows that became full, or merges them into the blocks that were cached first.
-    pub(super) fn register_full(&mut self, slot: u32, step: u32, remappings: &mut Vec<Remapping>) {
-        let seq = self.seqs.at(slot);
-        let full = self.groups.row_of(seq.computed);
-        if !self.caching || seq.registered.rows() >= full {
+    /// Registers the logical blocks that became full, or merges them into the blocks that were cached first.
+    pub(super) fn register_full(
+        &mut self,
+        seq_index: u32,
+        step: u32,
+        remappings: &mut Vec<Remapping>,
+    ) {
+        let seq = self.seqs.at(seq_index);
+        let full = self.groups.index_of(seq.computed);
+        if !self.caching || seq.registered.num_indices() >= full {
             return;
         }
-        for row in seq.registered.rows()..full {
+        for index in seq.registered.num_indices()..full {
             let block_size = self.groups.block_size();
-            let seq = self.seqs.at(slot);
-            let tokens = &seq.tokens[row * block_size..][..block_size];
+            let seq = self.seqs.at(seq_index);
+            let tokens = &seq.tokens[index * block_size..][..block_size];
             match self.pool.next(seq.registered.last, tokens) {
                 None => {
-                    self.append_rows(slot, row..full, step);
-                    let Registered { last, .. } = self.seqs.at(slot).registered;
-                    self.pool.emit_stored(last, full - row);
+                    self.append_indices(seq_index, index..full, step);
+                    let Registered { last, .. } = self.seqs.at(seq_index).registered;
+                    self.pool.emit_stored(last, full - index);
                     return;
                 }
                 // The next step is to compute it, and may yet be rolled back: looked up again later.
                 Some(cached) if !self.pool.are_ready(cached) => return,
-                Some(cached) => self.merge_row(slot, row, cached, step, remappings),
+                Some(cached) => self.merge_index(seq_index, index, cached, step, remappings),
             }
         }
     }
 
-    /// Late merge of one row.
-    fn merge_row(
+    /// Late merge of one logical block.
+    fn merge_index(
         &mut self,
-        slot: u32,
-        row: usize,
+        seq_index: u32,
+        index: usize,
         cached: NodePosition,
         step: u32,
         remappings: &mut Vec<Remapping>,
@@ -167,7 +173,7 @@ impl State {
             self.pool.emit_stored(cached, 1);
         }
         for group in 0..self.groups.len() {
-            let block = self.seqs.at(slot).table.at(group, row);
+            let block = self.seqs.at(seq_index).table.at(group, index);
             match self.pool.tree().block(cached, group) {
                 // This group has lost its block.
                 None => self.pool.store(cached, group, block, step),
@@ -180,28 +186,28 @@ impl State {
                 // In use: the first one wins.
                 Some(first) => {
                     self.pool.hold(first);
-                    self.remap(slot, group, row, first, remappings);
+                    self.remap(seq_index, group, index, first, remappings);
                 }
             }
         }
-        let registered = Registered::new(cached, row + 1);
-        self.seqs.at_mut(slot).register(registered);
+        let registered = Registered::new(cached, index + 1);
+        self.seqs.at_mut(seq_index).register(registered);
     }
 
     /// Remaps a table entry to the block that was cached first.
     fn remap(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         group: usize,
-        row: usize,
+        index: usize,
         first: BlockId,
         remappings: &mut Vec<Remapping>,
     ) {
-        let duplicate = self.replace_block(slot, group, row, first);
+        let duplicate = self.replace_block(seq_index, group, index, first);
         remappings.push(Remapping {
-            sequence: self.seqs.at(slot).id,
+            sequence: self.seqs.at(seq_index).id,
             group,
-            index: row,
+            index,
             old_block: duplicate,
             new_block: first,
         });
@@ -221,37 +227,37 @@ fn clear(entries: &mut Vec<Entry>) {
 }
 
 impl State {
-    /// Emits the rows that an entry has preregistered.
-    fn emit_preregistered(&mut self, slot: u32, prefill: &PrefillWork) {
+    /// Emits the logical blocks that an entry has preregistered.
+    fn emit_preregistered(&mut self, seq_index: u32, prefill: &PrefillWork) {
         let groups = self.groups.len();
         let from = prefill.preregister_from;
-        let rows = from..from + prefill.preregistered;
-        if rows.is_empty() {
+        let indices = from..from + prefill.preregistered;
+        if indices.is_empty() {
             return;
         }
         if prefill.already_cached.is_empty() {
-            self.emit_rows(slot, rows);
+            self.emit_indices(seq_index, indices);
             return;
         }
-        for row in rows {
-            // A row of which a block was cached before is not stored again.
-            let mut places = row * groups..(row + 1) * groups;
+        for index in indices {
+            // A logical block of which a block was cached before is not stored again.
+            let mut places = index * groups..(index + 1) * groups;
             if !places.any(|place| prefill.is_already_cached(place)) {
-                self.emit_rows(slot, row..row + 1);
+                self.emit_indices(seq_index, index..index + 1);
             }
         }
     }
 
-    /// Emits registered rows of a sequence.
-    fn emit_rows(&mut self, slot: u32, rows: std::ops::Range<usize>) {
-        let registered = self.seqs.at(slot).registered;
+    /// Emits registered logical blocks of a sequence.
+    fn emit_indices(&mut self, seq_index: u32, indices: std::ops::Range<usize>) {
+        let registered = self.seqs.at(seq_index).registered;
         let tree = self.pool.tree();
-        let end = tree.ancestor(registered.last, registered.rows() - rows.end);
-        self.pool.emit_stored(end, rows.len());
+        let end = tree.ancestor(registered.last, registered.num_indices() - indices.end);
+        self.pool.emit_stored(end, indices.len());
     }
 
-    /// Appends the token of each decode of a committed plan. Adds sequences with a row to register to `full`, and
-    /// those that end to `dropped`.
+    /// Appends the token of each decode of a committed plan. Adds sequences with a logical block to register to `full`,
+    /// and those that end to `dropped`.
     #[inline(never)] // inlined into a commit, its loop would not be in registers
     fn close_decodes<'a>(
         &mut self,
@@ -262,20 +268,20 @@ impl State {
     ) {
         let block = self.groups.block();
         for (entry, &token) in sampled {
-            let seq = self.seqs.at_mut(entry.slot);
+            let seq = self.seqs.at_mut(entry.seq_index);
             seq.push_sampled(token);
             if seq.commit(plan, entry.start + 1) {
-                dropped.push(entry.slot);
+                dropped.push(entry.seq_index);
             }
-            if entry.start + 1 >= block.start_of(seq.registered.rows() + 1) {
-                full.push(entry.slot);
+            if entry.start + 1 >= block.start_of(seq.registered.num_indices() + 1) {
+                full.push(entry.seq_index);
             }
         }
     }
 
     /// The same for any entry, with the tokens that it accepted. Returns whether its sequence ends.
     fn close_entry(&mut self, plan: PlanSet, entry: &Entry, accepted: &[u32]) -> bool {
-        let seq = self.seqs.at_mut(entry.slot);
+        let seq = self.seqs.at_mut(entry.seq_index);
         if let Some(&token) = accepted.first() {
             seq.push_sampled(token);
         }
@@ -288,7 +294,7 @@ impl State {
 
     /// The part of `close_entry` that depends on the work; counts it.
     fn close_work(&mut self, entry: &Entry, details: &Details, accepted: &[u32]) {
-        let (seq, stats) = (self.seqs.at_mut(entry.slot), &mut self.pool.stats);
+        let (seq, stats) = (self.seqs.at_mut(entry.seq_index), &mut self.pool.stats);
         match &details.work {
             Work::Decode => {}
             Work::Prefill(prefill) => {
@@ -297,7 +303,7 @@ impl State {
                 stats.cached_tokens += prefill.reused_tokens as u64;
                 stats.in_flight_blocks += prefill.in_flight as u64;
                 stats.already_cached_blocks += prefill.already_cached.len() as u64;
-                let matched = prefill.matched_rows > 0 || copied > 0;
+                let matched = prefill.matched_indices > 0 || copied > 0;
                 let had_started = entry.start > prefill.reused_tokens;
                 stats.rematches += u64::from(matched && had_started);
                 stats.partial_hits += u64::from(copied > 0);

@@ -13,29 +13,31 @@ use crate::state::State;
 impl State {
     /// Matches the tokens after a sequence's position into `self.matched`, as far as they can be read now. False if it
     /// is not on a block boundary, has slots reserved, or may not read the cache.
-    pub(crate) fn match_ready(&mut self, slot: u32) -> bool {
-        let seq = self.seqs.at(slot);
-        seq.table.rows() == seq.registered.rows() && self.find_match(slot, Purpose::Read)
+    pub(crate) fn match_ready(&mut self, seq_index: u32) -> bool {
+        let seq = self.seqs.at(seq_index);
+        seq.table.num_indices() == seq.registered.num_indices()
+            && self.find_match(seq_index, Purpose::Read)
     }
 
-    /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold. Blocks from row `restored`
-    /// on are counted as restored by a transfer.
+    /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold. Blocks from logical block
+    /// `restored` on are counted as restored by a transfer.
     pub(crate) fn reuse_cached(&mut self, key: SeqKey, restored: usize) -> Result<usize, Error> {
         self.at_rest(key)?;
-        if !self.match_ready(key.slot) || self.matched.num_rows == 0 {
+        if !self.match_ready(key.seq_index) || self.matched.num_indices == 0 {
             return Ok(0);
         }
         let (mut slid, block_size) = (Vec::new(), self.groups.block_size());
-        self.insert_match(key.slot, &mut slid);
+        self.insert_match(key.seq_index, &mut slid);
         for &(_, block) in &slid {
             self.pool.release(block);
         }
-        let seq = self.seqs.at_mut(key.slot);
-        let (rows, before) = (seq.registered.rows(), seq.computed);
-        let end = (rows * block_size).min(seq.tokens.len() - 1);
-        let first = restored.clamp(rows - self.matched.num_rows, rows);
+        let seq = self.seqs.at_mut(key.seq_index);
+        let (indices, before) = (seq.registered.num_indices(), seq.computed);
+        let end = (indices * block_size).min(seq.tokens.len() - 1);
+        let first = restored.clamp(indices - self.matched.num_indices, indices);
         let cached = end.min(first * block_size) - before;
-        let hits = (rows - self.matched.num_rows..first).flat_map(|row| seq.table.row(row));
+        let hits = (indices - self.matched.num_indices..first)
+            .flat_map(|index| seq.table.blocks_at(index));
         let (hits, reused) = (hits.count(), end - before);
         seq.set_computed(end);
         seq.count_reused(cached, reused - cached);
@@ -51,17 +53,17 @@ impl State {
     /// Allocates slots for `num_tokens` tokens after the computed ones.
     pub(crate) fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
         let computed = self.at_rest(key)?.computed;
-        let (slot, mut copies) = (key.slot, Vec::new());
-        let (row, end) = (
-            self.groups.row_of(computed),
+        let (seq_index, mut copies) = (key.seq_index, Vec::new());
+        let (index, end) = (
+            self.groups.index_of(computed),
             computed.saturating_add(num_tokens),
         );
-        let before = self.seqs.at(slot).table.rows();
+        let before = self.seqs.at(seq_index).table.num_indices();
         let shared: Vec<usize> = match num_tokens {
             0 => Vec::new(),
-            _ => self.held_by_others(slot, computed).collect(),
+            _ => self.held_by_others(seq_index, computed).collect(),
         };
-        let new = self.groups.rows(end).saturating_sub(before);
+        let new = self.groups.num_indices(end).saturating_sub(before);
         let needed = new.saturating_mul(self.groups.len());
         let needed = needed.saturating_add(shared.len());
         let available = self.pool.available();
@@ -70,14 +72,14 @@ impl State {
         }
         for group in shared {
             let copy = self.allocate_one();
-            let source = self.replace_block(slot, group, row, copy);
+            let source = self.replace_block(seq_index, group, index, copy);
             self.pool.release(source);
             copies.push((source, copy));
         }
         self.pool.stats.copied_blocks += copies.len() as u64;
-        self.allocate(slot, before + new);
-        let table = &self.seqs.at(slot).table;
-        let blocks = (before..table.rows()).flat_map(|row| table.row(row));
+        self.allocate(seq_index, before + new);
+        let table = &self.seqs.at(seq_index).table;
+        let blocks = (before..table.num_indices()).flat_map(|index| table.blocks_at(index));
         Ok(Extend::Extended {
             blocks: blocks.collect(),
             copies,
@@ -85,8 +87,8 @@ impl State {
     }
 
     /// As `must_copy`, and blocks that an open step is still to copy.
-    fn held_by_others(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
-        self.groups_shared_at(slot, position, |block| self.pool.refs(block) > 1)
+    fn held_by_others(&self, seq_index: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
+        self.groups_shared_at(seq_index, position, |block| self.pool.refs(block) > 1)
     }
 
     /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` were not known before.
@@ -99,7 +101,7 @@ impl State {
         let seq = self.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
         let end = computed.saturating_add(num_tokens);
-        let slots = seq.table.rows() * self.groups.block_size();
+        let slots = seq.table.num_indices() * self.groups.block_size();
         let known = seq.tokens.len() + tokens.len();
         if end > slots {
             return Err(Error::NotExtended {
@@ -115,13 +117,13 @@ impl State {
                 known,
             });
         }
-        let shared = self.held_by_others(key.slot, computed).next();
+        let shared = self.held_by_others(key.seq_index, computed).next();
         if let Some(group) = shared.filter(|_| num_tokens > 0) {
-            let block = seq.table.at(group, self.groups.row_of(computed)).get();
+            let block = seq.table.at(group, self.groups.index_of(computed)).get();
             return Err(Error::SharedBlock { sequence, block });
         }
         let unplanned = seq.num_unplanned();
-        let seq = self.seqs.at_mut(key.slot);
+        let seq = self.seqs.at_mut(key.seq_index);
         seq.append(tokens);
         seq.set_computed(end);
         let stats = &mut self.pool.stats;
@@ -131,8 +133,8 @@ impl State {
         }
         let mut remappings = Vec::new();
         let step = self.steps.last_closed();
-        self.register_full(key.slot, step, &mut remappings);
-        self.slide(key.slot);
+        self.register_full(key.seq_index, step, &mut remappings);
+        self.slide(key.seq_index);
         Ok(remappings)
     }
 }

@@ -52,8 +52,8 @@ impl State {
                 return Err(Error::DraftCount { expected, given });
             }
         }
-        let slots = entries.iter().map(|entry| entry.slot);
-        let mut planned: HashMap<u32, usize> = slots.zip(0..).collect();
+        let seq_indices = entries.iter().map(|entry| entry.seq_index);
+        let mut planned: HashMap<u32, usize> = seq_indices.zip(0..).collect();
         let mut indices = Vec::with_capacity(sequences.len());
         for &key in sequences {
             let seq = self.seqs.get(key)?;
@@ -61,7 +61,7 @@ impl State {
             if !seq.plans.meets(bit) {
                 return Err(Error::NotPlanned { sequence });
             }
-            let at = planned.remove(&key.slot);
+            let at = planned.remove(&key.seq_index);
             let at = at.ok_or(Error::InPlan { sequence })?; // twice in the list
             let entry = &entries[at];
             let uncomputed = entry.len();
@@ -82,28 +82,32 @@ impl State {
     /// Plans as many of the drafts as budget and blocks allow. Returns how many.
     pub(super) fn extend_decode(&mut self, at: usize, drafts: &[u32]) -> usize {
         let plan = self.steps.newest();
-        let Entry { slot, new_rows, .. } = plan.entries[at];
+        let Entry {
+            seq_index,
+            new_indices,
+            ..
+        } = plan.entries[at];
         let end = plan.entries[at].end();
-        let before = self.seqs.at(slot).table.rows();
-        let rows = before + self.pool.available() / self.groups.len();
-        let capacity = rows * self.groups.block_size() - end;
+        let before = self.seqs.at(seq_index).table.num_indices();
+        let indices = before + self.pool.available() / self.groups.len();
+        let capacity = indices * self.groups.block_size() - end;
         let count = drafts.len().min(plan.budget_left).min(capacity);
         if count == 0 {
             return 0;
         }
-        self.allocate(slot, self.groups.rows(end + count));
-        let seq = self.seqs.at_mut(slot);
+        self.allocate(seq_index, self.groups.num_indices(end + count));
+        let seq = self.seqs.at_mut(seq_index);
         seq.plan_drafts(count);
         let plan = self.steps.newest();
         let entry = &mut plan.entries[at];
-        entry.new_rows += (seq.table.rows() - before) as u32;
-        let rows = match entry.details {
-            None => before - new_rows as usize, // what a plain decode allocates is not in a journal
+        entry.new_indices += (seq.table.num_indices() - before) as u32;
+        let indices = match entry.details {
+            None => before - new_indices as usize, // what a plain decode allocates is not in a journal
             Some(_) => before,
         };
         let decode = || Details::new(Work::Decode);
         let details = entry.details.get_or_insert_with(decode);
-        details.journal.push(Change::Grown { rows });
+        details.journal.push(Change::Grown { from: indices });
         details.work = Work::Draft(drafts[..count].to_vec());
         details.len += count;
         plan.decodes = plan.decodes.min(at);

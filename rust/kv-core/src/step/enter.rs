@@ -32,69 +32,75 @@ impl State {
     /// Blocks and budget were checked before. `details`: `None` for a decode.
     pub(super) fn enter(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         NewTokens {
             computed: len,
             lookahead,
         }: NewTokens,
         mut details: Option<Box<Details>>,
     ) {
-        let rows_before = self.seqs.at(slot).table.rows();
+        let indices_before = self.seqs.at(seq_index).table.num_indices();
         if let Some(Details {
             work: Work::Prefill(prefill),
             journal,
             ..
         }) = details.as_deref_mut()
         {
-            self.reuse_match(slot, prefill, journal);
-            self.seqs.at_mut(slot).skip_cached(prefill.reused_tokens);
+            self.reuse_match(seq_index, prefill, journal);
+            self.seqs
+                .at_mut(seq_index)
+                .skip_cached(prefill.reused_tokens);
         }
-        let seq = self.seqs.at(slot);
-        let (start, rows) = (seq.planned_end, seq.table.rows());
-        if let Some(change) = self.copy_on_write(slot, start) {
+        let seq = self.seqs.at(seq_index);
+        let (start, indices) = (seq.planned_end, seq.table.num_indices());
+        if let Some(change) = self.copy_on_write(seq_index, start) {
             let details = details.get_or_insert_with(|| Details::new(Work::Decode));
             details.journal.push(change);
         }
-        let end = self.groups.rows(start + len + lookahead);
+        let end = self.groups.num_indices(start + len + lookahead);
         if let Some(Details { work, journal, .. }) = details.as_deref_mut() {
-            if rows < end {
-                journal.push(Change::Grown { rows });
+            if indices < end {
+                journal.push(Change::Grown { from: indices });
             }
             if let Work::Prefill(prefill) = work {
-                self.copy_partial(slot, prefill, journal);
-                let (before, step) = (self.seqs.at(slot).registered, self.steps.newest().step());
-                self.preregister(slot, start..start + len, prefill, step);
+                self.copy_partial(seq_index, prefill, journal);
+                let (before, step) = (
+                    self.seqs.at(seq_index).registered,
+                    self.steps.newest().step(),
+                );
+                self.preregister(seq_index, start..start + len, prefill, step);
                 if prefill.preregistered > 0 {
                     journal.push(Change::Preregistered { before });
                 }
             }
         }
-        self.allocate(slot, end);
-        self.push_entry(slot, len, rows_before, details);
+        self.allocate(seq_index, end);
+        self.push_entry(seq_index, len, indices_before, details);
     }
 
-    /// Plans one token for each of `sequences`, up to the first one that needs more than a plain decode, is
-    /// refused, or needs a row when no block is left. Returns how many. `begin_rows` allocates for those that begin a row.
+    /// Plans one token for each of `sequences`, up to the first one that needs more than a plain decode, is refused, or
+    /// needs a logical block when no block is left. Returns how many. `begin_indices` allocates for those that begin a
+    /// logical block.
     pub(super) fn push_decodes(&mut self, sequences: &[SeqKey], lookahead: usize) -> usize {
         let sequences = if lookahead == 0 { sequences } else { &[] };
-        let rows_left = self.pool.available() / self.groups.len();
+        let indices_left = self.pool.available() / self.groups.len();
         self.steps
-            .push_decodes(&mut self.seqs, sequences, &self.groups, rows_left)
+            .push_decodes(&mut self.seqs, sequences, &self.groups, indices_left)
     }
 
-    /// Allocates a row for each of the entries that begin one.
-    pub(super) fn begin_rows(&mut self) {
+    /// Allocates a logical block for each of the entries that begin one.
+    pub(super) fn begin_indices(&mut self) {
         let (groups, taken) = (self.groups.len(), &mut self.taken);
         self.pool.take(self.steps.beginning.len() * groups, taken);
         let plan = self.steps.open.last_mut().expect("checked before");
         let beginning = self.steps.beginning.drain(..);
-        for (at, row) in beginning.zip(taken.chunks_exact(groups)) {
+        for (at, index) in beginning.zip(taken.chunks_exact(groups)) {
             let entry = &mut plan.entries[at];
-            entry.new_rows = 1;
-            let seq = self.seqs.at_mut(entry.slot);
-            match row {
+            entry.new_indices = 1;
+            let seq = self.seqs.at_mut(entry.seq_index);
+            match index {
                 [block] => seq.tail_of_one().push(*block),
-                _ => seq.push_rows(row),
+                _ => seq.push_indices(index),
             }
         }
         taken.clear();
@@ -103,33 +109,33 @@ impl State {
     /// Adds an entry for the next `len` positions of a sequence, whose blocks are in its table.
     fn push_entry(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         len: usize,
-        rows_before: usize,
+        indices_before: usize,
         details: Option<Box<Details>>,
     ) {
-        let seq = self.seqs.at_mut(slot);
+        let seq = self.seqs.at_mut(seq_index);
         let (start, end) = (seq.planned_end, seq.planned_end + len);
         let mut entry = Entry {
-            slot,
-            new_rows: 0,
+            seq_index,
+            new_indices: 0,
             start,
-            rows_written: seq.registered.rows() as u32,
+            indices_written: seq.registered.num_indices() as u32,
             pending_row: seq.pending_row(),
             details,
         };
         if let Some(prefill) = entry.prefill() {
-            entry.rows_written = prefill.preregister_from as u32;
+            entry.indices_written = prefill.preregister_from as u32;
         }
-        entry.new_rows = (seq.table.rows() - rows_before - entry.growth()) as u32;
+        entry.new_indices = (seq.table.num_indices() - indices_before - entry.growth()) as u32;
         let samples = end == seq.tokens.len() + usize::from(seq.pending);
         if let Some(details) = &mut entry.details {
             (details.len, details.samples) = (len, samples);
         }
         let plan = self.steps.open.last_mut().expect("checked before");
         plan.entries.push(entry);
-        let row = samples.then_some(SampleRow::new(plan.num_samples));
-        seq.plan_to(plan.bit, end, row);
+        let index = samples.then_some(SampleRow::new(plan.num_samples));
+        seq.plan_to(plan.bit, end, index);
         plan.budget_left -= len;
         plan.num_tokens += len;
         plan.num_samples += usize::from(samples);
@@ -137,43 +143,47 @@ impl State {
 
     /// Reuses the current match. The plan pins the blocks that slide out of windows with it: a rollback restores
     /// them, and the step before may still read them.
-    fn reuse_match(&mut self, slot: u32, prefill: &mut PrefillWork, journal: &mut Journal) {
-        let (rows, mut slid) = (self.matched.num_rows, Vec::new());
-        if rows == 0 {
+    fn reuse_match(&mut self, seq_index: u32, prefill: &mut PrefillWork, journal: &mut Journal) {
+        let (indices, mut slid) = (self.matched.num_indices, Vec::new());
+        if indices == 0 {
             return;
         }
-        prefill.matched_rows = rows;
-        let before = self.seqs.at(slot).registered;
-        (prefill.matched_blocks, prefill.in_flight) = self.insert_match(slot, &mut slid);
+        prefill.matched_indices = indices;
+        let before = self.seqs.at(seq_index).registered;
+        (prefill.matched_blocks, prefill.in_flight) = self.insert_match(seq_index, &mut slid);
         prefill.matched_in_flight = prefill.in_flight;
         for &(_, block) in &slid {
             self.pin(block);
             self.pool.release(block);
         }
         prefill.slid_blocks = slid.len();
-        journal.push(Change::Matched { before, rows, slid });
+        journal.push(Change::Matched {
+            before,
+            indices,
+            slid,
+        });
     }
 
-    /// Copy on write: replaces the blocks of the row of `position` that others hold by copies.
-    fn copy_on_write(&mut self, slot: u32, position: usize) -> Option<Change> {
-        let row = self.groups.row_of(position);
-        let shared: Vec<usize> = self.must_copy(slot, position).collect();
+    /// Copy on write: replaces the blocks of the logical block of `position` that others hold by copies.
+    fn copy_on_write(&mut self, seq_index: u32, position: usize) -> Option<Change> {
+        let index = self.groups.index_of(position);
+        let shared: Vec<usize> = self.must_copy(seq_index, position).collect();
         let mut sources = Vec::new();
         for group in shared {
             let copy = self.allocate_one();
-            let source = self.replace_block(slot, group, row, copy);
+            let source = self.replace_block(seq_index, group, index, copy);
             // Pinned until the plan is closed: it is still to be read.
             self.pin(source);
             self.pool.release(source);
             self.steps.newest().add_copies([(source, copy)]);
             sources.push((group, source));
         }
-        (!sources.is_empty()).then_some(Change::Copied { row, sources })
+        (!sources.is_empty()).then_some(Change::Copied { index, sources })
     }
 
-    /// Partial reuse: copies the beginning of the copy sources to the row after the match. Pins the sources
+    /// Partial reuse: copies the beginning of the copy sources to the logical block after the match. Pins the sources
     /// before anything is allocated, which could evict them.
-    fn copy_partial(&mut self, slot: u32, prefill: &PrefillWork, journal: &mut Journal) {
+    fn copy_partial(&mut self, seq_index: u32, prefill: &PrefillWork, journal: &mut Journal) {
         if prefill.copy_sources.is_empty() {
             return;
         }
@@ -181,12 +191,12 @@ impl State {
             self.pool.pin_source(source);
             self.steps.newest().pinned.push(source);
         }
-        let row = self.seqs.at(slot).registered.rows();
-        self.allocate(slot, row + 1);
-        let copies = self.seqs.at(slot).table.row(row);
+        let index = self.seqs.at(seq_index).registered.num_indices();
+        self.allocate(seq_index, index + 1);
+        let copies = self.seqs.at(seq_index).table.blocks_at(index);
         let copies = prefill.copy_sources.iter().copied().zip(copies);
         self.steps.newest().add_copies(copies);
-        journal.push(Change::CopiedPartly { row });
+        journal.push(Change::CopiedPartly { index });
     }
 
     /// Pins a block until the newest plan is closed.
@@ -203,78 +213,78 @@ impl State {
     #[inline]
     pub(super) fn insert_match(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         slid: &mut Vec<(usize, BlockId)>,
     ) -> (usize, usize) {
-        let seq = self.seqs.at_mut(slot);
-        let (last, from) = (self.matched.last, seq.registered.rows());
-        let rows = from + self.matched.num_rows;
+        let seq = self.seqs.at_mut(seq_index);
+        let (last, from) = (self.matched.last, seq.registered.num_indices());
+        let indices = from + self.matched.num_indices;
         let new = BlockTable::of_match(&self.matched, from, &self.groups);
         let (blocks, mut in_flight) = (new.len(), 0);
         for group in 0..self.groups.len() {
             in_flight += self.pool.hold_cached(new.blocks_of(group));
         }
         let (groups, replay) = (&self.groups, self.matched.replay);
-        let seen = |group| groups.first_row_of(group, rows, replay);
-        seq.insert_match(new, Registered::new(last, rows), seen, slid);
+        let seen = |group| groups.first_index_of(group, indices, replay);
+        seq.insert_match(new, Registered::new(last, indices), seen, slid);
         (blocks, in_flight)
     }
 
-    /// Same-step sharing: registers the rows that computing these positions fills, as computed by this step, so
-    /// that sequences planned later in it share them. Of a row that has lost some of its blocks, the cached ones
-    /// go into the table, and only the others are written. Stops at a row that the commit must merge: one with a
-    /// block of this sequence while another block is cached, or one that a transfer is to fill.
+    /// Same-step sharing: registers the logical blocks that computing these positions fills, as computed by this step,
+    /// so that sequences planned later in it share them. Of a logical block that has lost some of its blocks, the
+    /// cached ones go into the table, and only the others are written. Stops at a logical block that the commit must
+    /// merge: one with a block of this sequence while another block is cached, or one that a transfer is to fill.
     fn preregister(
         &mut self,
-        slot: u32,
+        seq_index: u32,
         positions: Range<usize>,
         prefill: &mut PrefillWork,
         step: u32,
     ) {
         let block_size = self.groups.block_size();
-        let from = self.seqs.at(slot).registered.rows();
+        let from = self.seqs.at(seq_index).registered.num_indices();
         prefill.preregister_from = from;
-        // Rows that are full already are left to the commit of the step before.
-        if !self.sharing || from < self.groups.row_of(positions.start) {
+        // Logical blocks that are full already are left to the commit of the step before.
+        if !self.sharing || from < self.groups.index_of(positions.start) {
             return;
         }
-        let rows = self.groups.row_of(positions.end);
-        for row in from..rows {
-            let seq = self.seqs.at(slot);
-            let has_row = row < seq.table.rows();
-            let tokens = &seq.tokens[row * block_size..][..block_size];
+        let indices = self.groups.index_of(positions.end);
+        for index in from..indices {
+            let seq = self.seqs.at(seq_index);
+            let has_index = index < seq.table.num_indices();
+            let tokens = &seq.tokens[index * block_size..][..block_size];
             let Some(cached) = self.pool.next(seq.registered.last, tokens) else {
-                self.allocate(slot, rows);
-                self.append_rows(slot, row..rows, step);
-                prefill.preregistered += rows - row;
+                self.allocate(seq_index, indices);
+                self.append_indices(seq_index, index..indices, step);
+                prefill.preregistered += indices - index;
                 break;
             };
-            let is_held = has_row && self.pool.tree().is_held(cached);
+            let is_held = has_index && self.pool.tree().is_held(cached);
             if is_held || self.pool.is_loading_at(cached) {
                 break;
             }
             self.pool.protect(cached);
-            if !has_row {
-                self.take_already_cached(slot, row, cached, prefill);
+            if !has_index {
+                self.take_already_cached(seq_index, index, cached, prefill);
             }
             for group in 0..self.groups.len() {
                 if self.pool.tree().block(cached, group).is_none() {
-                    let block = self.seqs.at(slot).table.at(group, row);
+                    let block = self.seqs.at(seq_index).table.at(group, index);
                     self.pool.store(cached, group, block, step);
                 }
             }
             self.pool.protect(NodePosition::NONE);
-            let seq = self.seqs.at_mut(slot);
-            seq.register(Registered::new(cached, row + 1));
+            let seq = self.seqs.at_mut(seq_index);
+            seq.register(Registered::new(cached, index + 1));
             prefill.preregistered += 1;
         }
     }
 
-    /// Adds a row to the table: the blocks that are cached, and new ones for the other groups.
+    /// Adds a logical block to the table: the blocks that are cached, and new ones for the other groups.
     fn take_already_cached(
         &mut self,
-        slot: u32,
-        row: usize,
+        seq_index: u32,
+        index: usize,
         cached: NodePosition,
         prefill: &mut PrefillWork,
     ) {
@@ -287,26 +297,29 @@ impl State {
             };
             self.pool.hold(block);
             prefill.in_flight += usize::from(!self.pool.is_ready(block));
-            prefill.already_cached.push(row * groups + group);
+            prefill.already_cached.push(index * groups + group);
             blocks.push(block);
         }
-        self.seqs.at_mut(slot).push_rows(&blocks);
+        self.seqs.at_mut(seq_index).push_indices(&blocks);
     }
 
-    /// Registers rows of a sequence's own blocks, the first of which is not in the tree.
-    pub(super) fn append_rows(&mut self, slot: u32, rows: Range<usize>, step: u32) {
+    /// Registers logical blocks of a sequence's own blocks, the first of which is not in the tree.
+    pub(super) fn append_indices(&mut self, seq_index: u32, indices: Range<usize>, step: u32) {
         let block_size = self.groups.block_size();
-        let seq = self.seqs.at_mut(slot);
-        let tokens = &seq.tokens[rows.start * block_size..rows.end * block_size];
+        let seq = self.seqs.at_mut(seq_index);
+        let tokens = &seq.tokens[indices.start * block_size..indices.end * block_size];
         let last = seq.registered.last;
         let last = if seq.table.groups() == 1 {
             let start = seq.table.start(0);
-            let blocks = &seq.table.blocks_of(0)[rows.start - start..rows.end - start];
+            let blocks = &seq.table.blocks_of(0)[indices.start - start..indices.end - start];
             self.pool.append(last, tokens, blocks, step)
         } else {
-            let blocks: Vec<BlockId> = rows.clone().flat_map(|row| seq.table.row(row)).collect();
+            let blocks: Vec<BlockId> = indices
+                .clone()
+                .flat_map(|index| seq.table.blocks_at(index))
+                .collect();
             self.pool.append(last, tokens, &blocks, step)
         };
-        seq.register(Registered::new(last, rows.end));
+        seq.register(Registered::new(last, indices.end));
     }
 }

@@ -69,8 +69,8 @@ pub struct StepArrays<'a> {
     pub query_start_loc: IntArray<'a>,
     /// `[>= B]`: positions of the sequence whose KV exists once the step has run.
     pub seq_lens: IntArray<'a>,
-    /// `[groups, >= B, width]`, row-major: block tables. Released entries hold the null block, `num_blocks`. Entries past
-    /// the end of a row keep their values.
+    /// `[groups, >= B, width]`, row-major: block tables. Released entries hold the null block, `num_blocks`. Entries
+    /// past the end of a row keep their values.
     pub block_tables: IntArray<'a>,
     /// Rows of `block_tables` per group.
     pub table_rows: usize,
@@ -110,7 +110,7 @@ struct Written {
     /// 0: no sequence.
     id: u64,
     version: u32,
-    rows: u32,
+    num_indices: u32,
 }
 
 impl Written {
@@ -119,7 +119,7 @@ impl Written {
         Self {
             id: seq.id,
             version: seq.table_version,
-            rows: seq.table.rows() as u32,
+            num_indices: seq.table.num_indices() as u32,
         }
     }
 }
@@ -136,10 +136,10 @@ impl TableRows {
         self.changed.clear();
         let mut columns = 0;
         for ((row, entry), written) in (0..).zip(entries).zip(&self.rows) {
-            let now = Written::of(state.seqs.at(entry.slot));
+            let now = Written::of(state.seqs.at(entry.seq_index));
             if now != *written {
                 self.changed.push(row);
-                columns = columns.max(now.rows);
+                columns = columns.max(now.num_indices);
             }
         }
         columns
@@ -184,9 +184,9 @@ impl State {
     /// A sequence's table as a plan has it, before the changes of the plan after it.
     #[inline]
     pub(super) fn table_of(&self, plan: &Plan, entry: &Entry) -> Cow<'_, BlockTable> {
-        let table = &self.seqs.at(entry.slot).table;
+        let table = &self.seqs.at(entry.seq_index).table;
         match self.steps.displaces(plan) {
-            Some(newest) => newest.table_before(entry.slot, table),
+            Some(newest) => newest.table_before(entry.seq_index, table),
             None => Cow::Borrowed(table),
         }
     }
@@ -241,7 +241,7 @@ impl State {
                 sample += 1;
             }
             let now = match &table {
-                Cow::Borrowed(_) => Written::of(self.seqs.at(entry.slot)),
+                Cow::Borrowed(_) => Written::of(self.seqs.at(entry.seq_index)),
                 Cow::Owned(_) => Written::default(), // it is no version of its sequence's
             };
             fill_table(self, &table, now, row, arrays, written);
@@ -263,17 +263,18 @@ impl State {
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
         arrays.query_start_loc.write(1, 1..count + 1);
         arrays.logits_indices.write(0, 0..count);
-        let token = |entry: &Entry| decoded_token(self.seqs.at(entry.slot), entry);
+        let token = |entry: &Entry| decoded_token(self.seqs.at(entry.seq_index), entry);
         arrays.input_ids.write(0, entries.iter().map(token));
         for group in 0..self.groups.len() {
-            let slot = |entry: &Entry| decoded_slot(self.seqs.at(entry.slot), entry, group, size);
+            let slot =
+                |entry: &Entry| decoded_slot(self.seqs.at(entry.seq_index), entry, group, size);
             let slots = entries.iter().map(slot);
             arrays.slot_mapping.write(group * arrays.slots_width, slots);
         }
         let changed = std::mem::take(&mut written.changed);
         for row in changed.iter().map(|&row| row as usize) {
             let Some(entry) = entries.get(row) else { break };
-            let seq = self.seqs.at(entry.slot);
+            let seq = self.seqs.at(entry.seq_index);
             let now = Written::of(seq);
             fill_table(self, &seq.table, now, row, arrays, written);
         }
@@ -283,7 +284,7 @@ impl State {
 
 /// The tokens that an entry computes: known ones, then its drafts.
 fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = u32> + 'a {
-    let seq = state.seqs.at(entry.slot);
+    let seq = state.seqs.at(entry.seq_index);
     let known = seq.tokens[entry.start..].iter().chain(entry.drafts());
     known.take(entry.len()).copied()
 }
@@ -300,18 +301,18 @@ fn decoded_token(seq: &Sequence, entry: &Entry) -> i64 {
 /// The slot of a decode's token.
 #[inline]
 fn decoded_slot(seq: &Sequence, entry: &Entry, group: usize, size: BlockSize) -> i64 {
-    let row = size.row_of(entry.start);
-    if row < entry.rows_written as usize {
+    let index = size.index_of(entry.start);
+    if index < entry.indices_written as usize {
         return -1;
     }
-    let block = seq.table.at(group, row);
-    (size.start_of(block.at()) + entry.start - size.start_of(row)) as i64
+    let block = seq.table.at(group, index);
+    (size.start_of(block.at()) + entry.start - size.start_of(index)) as i64
 }
 
 /// Writes tokens and positions of an entry.
 #[inline]
 fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
-    let seq = state.seqs.at(entry.slot);
+    let seq = state.seqs.at(entry.seq_index);
     let (start, end) = (entry.start, entry.end());
     let tokens = entry_tokens(state, entry).map(i64::from);
     let is_pending = end > seq.tokens.len() + entry.drafts().len();
@@ -321,7 +322,7 @@ fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>)
     arrays.positions.write(at, start as i64..end as i64);
 }
 
-/// Writes the slots of an entry, row by row, without a division per token.
+/// Writes the slots of an entry, block by block, without a division per token.
 #[inline]
 fn fill_slots(
     state: &State,
@@ -337,9 +338,10 @@ fn fill_slots(
     for group in 0..groups {
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
-            let row = state.groups.row_of(position);
-            let is_there = |prefill: &PrefillWork| prefill.is_already_cached(row * groups + group);
-            let mut stop = end.min((row + 1) * block_size);
+            let index = state.groups.index_of(position);
+            let is_there =
+                |prefill: &PrefillWork| prefill.is_already_cached(index * groups + group);
+            let mut stop = end.min((index + 1) * block_size);
             let is_written = position < write_from || cached.is_some_and(is_there);
             if position < write_from {
                 stop = stop.min(write_from);
@@ -349,7 +351,8 @@ fn fill_slots(
                 let none = std::iter::repeat_n(-1, stop - position);
                 arrays.slot_mapping.write(slots, none);
             } else {
-                let first = table.at(group, row).at() * block_size + position - row * block_size;
+                let first =
+                    table.at(group, index).at() * block_size + position - index * block_size;
                 let new = first as i64..(first + stop - position) as i64;
                 arrays.slot_mapping.write(slots, new);
             }
@@ -359,15 +362,15 @@ fn fill_slots(
 }
 
 impl State {
-    /// Whether another sequence holds a block from row `from` on.
+    /// Whether another sequence holds a block from index `from` on.
     #[cold]
     fn are_shared(&self, table: &BlockTable, from: usize) -> bool {
-        let mut blocks = (from..table.rows()).flat_map(|row| table.row(row));
+        let mut blocks = (from..table.num_indices()).flat_map(|index| table.blocks_at(index));
         blocks.any(|block| self.pool.seq_refs(block) > 1)
     }
 }
 
-/// Writes the block tables of an entry: the new rows, or all of them if other entries have changed.
+/// Writes the block tables of an entry: the new blocks, or all of them if other entries have changed.
 #[inline]
 fn fill_table(
     state: &State,
@@ -379,8 +382,12 @@ fn fill_table(
 ) {
     let then = std::mem::replace(&mut written.rows[row], now);
     let same = (then.id, then.version) == (now.id, now.version) && now.id != 0;
-    let from = if same { then.rows.min(now.rows) } else { 0 } as usize;
-    if from == table.rows() {
+    let from = if same {
+        then.num_indices.min(now.num_indices)
+    } else {
+        0
+    } as usize;
+    if from == table.num_indices() {
         return;
     }
     if let Some(version) = &mut written.version

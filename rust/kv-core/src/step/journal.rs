@@ -6,23 +6,23 @@ use crate::table::BlockTable;
 
 /// A change that planning an entry made.
 pub(super) enum Change {
-    /// Matched rows were inserted after the registered ones of `before`; `slid`: blocks that no token to be
+    /// Matched logical blocks were inserted after the registered ones of `before`; `slid`: blocks that no token to be
     /// computed reads, by group, last one first. The plan pins them.
     Matched {
         before: Registered,
-        rows: usize,
+        indices: usize,
         slid: Vec<(usize, BlockId)>,
     },
-    /// The table grows from here on; it had so many rows.
-    Grown { rows: usize },
-    /// The beginning of other blocks is copied to those of a row.
-    CopiedPartly { row: usize },
-    /// Blocks of a row were replaced by copies of them: group and source.
+    /// The table grows from this index on.
+    Grown { from: usize },
+    /// The beginning of other blocks is copied to those of a logical block.
+    CopiedPartly { index: usize },
+    /// Blocks of a logical block were replaced by copies of them: group and source.
     Copied {
-        row: usize,
+        index: usize,
         sources: Vec<(usize, BlockId)>,
     },
-    /// Rows after those of `before` were registered before they are computed.
+    /// Logical blocks after those of `before` were registered before they are computed.
     Preregistered { before: Registered },
 }
 
@@ -64,18 +64,25 @@ impl Change {
     /// Undoes it in a table; calls `removed` on the blocks that leave the table, the last one first.
     pub(super) fn revert(&self, table: &mut BlockTable, mut removed: impl FnMut(BlockId)) {
         match self {
-            Self::Matched { before, rows, slid } => {
-                table.take_rows(before.rows()..before.rows() + rows, removed);
+            Self::Matched {
+                before,
+                indices,
+                slid,
+            } => {
+                table.take_indices(
+                    before.num_indices()..before.num_indices() + indices,
+                    removed,
+                );
                 for group in 0..table.groups() {
                     let blocks = slid.iter().filter(|of| of.0 == group);
                     let start = table.start(group) - blocks.clone().count();
                     table.restore(group, start, blocks.map(|of| of.1));
                 }
             }
-            Self::Grown { rows } => table.take_rows(*rows..table.rows(), removed),
-            Self::Copied { row, sources } => {
+            Self::Grown { from } => table.take_indices(*from..table.num_indices(), removed),
+            Self::Copied { index, sources } => {
                 for &(group, source) in sources {
-                    removed(table.replace(group, *row, source));
+                    removed(table.replace(group, *index, source));
                 }
             }
             Self::CopiedPartly { .. } | Self::Preregistered { .. } => {}

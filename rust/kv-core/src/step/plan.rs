@@ -10,13 +10,13 @@ use crate::table::BlockTable;
 
 /// A sequence's part of a step. Most decode one token, so entries are small.
 pub(super) struct Entry {
-    pub(super) slot: u32,
-    /// Rows that were allocated for it.
-    pub(super) new_rows: u32,
+    pub(super) seq_index: u32,
+    /// Logical blocks that were allocated for it.
+    pub(super) new_indices: u32,
     /// First position to compute.
     pub(super) start: usize,
-    /// Leading rows whose KV exists, or is written by another entry of the step.
-    pub(super) rows_written: u32,
+    /// Leading logical blocks whose KV exists, or is written by another entry of the step.
+    pub(super) indices_written: u32,
     /// The row of the plan before that samples the token it computes, if that is still pending.
     pub(super) pending_row: Option<SampleRow>,
     /// `None` if it decodes one token and changed nothing but the end of its table.
@@ -57,16 +57,16 @@ pub(super) enum Work {
     Draft(Vec<u32>),
 }
 
-/// A prefill: the blocks that it reuses and registers. Places are indices of table entries, `row * groups + group`.
+/// A prefill: the blocks that it reuses and registers. Places are indices of table entries, `index * groups + group`.
 #[derive(Default)]
 pub(super) struct PrefillWork {
     /// Cached tokens that it reuses, copied ones included.
     pub(super) reused_tokens: usize,
-    pub(super) matched_rows: usize,
+    pub(super) matched_indices: usize,
     pub(super) matched_blocks: usize,
     /// Blocks that slid out of windows with the match.
     pub(super) slid_blocks: usize,
-    /// Partial reuse: by layer group, the blocks whose first `copied_tokens` tokens are copied to the row after
+    /// Partial reuse: by layer group, the blocks whose first `copied_tokens` tokens are copied to the blocks after
     /// the match.
     pub(super) copy_sources: Vec<BlockId>,
     pub(super) copied_tokens: usize,
@@ -76,10 +76,10 @@ pub(super) struct PrefillWork {
     pub(super) matched_in_flight: usize,
     /// Of the matched blocks and of `already_cached`, those that an open step computes.
     pub(super) in_flight: usize,
-    /// Rows that are registered before they are computed, from `preregister_from` on.
+    /// Logical blocks that are registered before they are computed, from `preregister_from` on.
     pub(super) preregistered: usize,
     pub(super) preregister_from: usize,
-    /// Places of these rows that were cached before: computed again, not written again.
+    /// Places of these that were cached before: computed again, not written again.
     pub(super) already_cached: Vec<usize>,
 }
 
@@ -92,7 +92,7 @@ impl PrefillWork {
 
     /// Places whose blocks other sequences have written, or will in an open step.
     pub(super) fn shared(&self, groups: usize) -> impl Iterator<Item = usize> + '_ {
-        let matched = self.preregister_from - self.matched_rows..self.preregister_from;
+        let matched = self.preregister_from - self.matched_indices..self.preregister_from;
         let matched = matched.start * groups..matched.end * groups;
         matched.chain(self.already_cached.iter().copied())
     }
@@ -131,13 +131,13 @@ impl Entry {
         details.flat_map(|details| details.journal.iter())
     }
 
-    /// Blocks that it copied to write on: row, group and source.
+    /// Blocks that it copied to write on: index, group and source.
     pub(super) fn copied(&self) -> impl Iterator<Item = (usize, usize, BlockId)> + '_ {
         let copied = self.changes().filter_map(|change| match change {
-            Change::Copied { row, sources } => Some((*row, sources)),
+            Change::Copied { index, sources } => Some((*index, sources)),
             _ => None,
         });
-        copied.flat_map(|(row, sources)| sources.iter().map(move |of| (row, of.0, of.1)))
+        copied.flat_map(|(index, sources)| sources.iter().map(move |of| (index, of.0, of.1)))
     }
 
     /// Positions to compute.
@@ -168,13 +168,13 @@ impl Entry {
     #[inline]
     pub(super) fn write_from(&self, block_size: usize) -> usize {
         let copied = self.prefill().map_or(0, |prefill| prefill.copied_tokens);
-        self.rows_written as usize * block_size + copied
+        self.indices_written as usize * block_size + copied
     }
 
-    /// Rows by which its table has grown: matched and allocated.
+    /// Logical blocks by which its table has grown: matched and allocated.
     pub(super) fn growth(&self) -> usize {
-        let matched = self.prefill().map_or(0, |prefill| prefill.matched_rows);
-        self.new_rows as usize + matched
+        let matched = self.prefill().map_or(0, |prefill| prefill.matched_indices);
+        self.new_indices as usize + matched
     }
 
     pub(super) fn reused_tokens(&self) -> usize {
@@ -279,8 +279,16 @@ impl Plan {
 
     /// A sequence's table as it was before this plan, if the plan has removed or replaced any of its blocks.
     #[cold]
-    pub(super) fn table_before<'a>(&self, slot: u32, table: &'a BlockTable) -> Cow<'a, BlockTable> {
-        let Some(entry) = self.entries.iter().find(|entry| entry.slot == slot) else {
+    pub(super) fn table_before<'a>(
+        &self,
+        seq_index: u32,
+        table: &'a BlockTable,
+    ) -> Cow<'a, BlockTable> {
+        let Some(entry) = self
+            .entries
+            .iter()
+            .find(|entry| entry.seq_index == seq_index)
+        else {
             return Cow::Borrowed(table);
         };
         if !entry.changes().any(Change::displaces) {

@@ -1,6 +1,6 @@
 //! Rows of a batch that share leading blocks, for kernels that read a shared block once for all of its rows.
 //!
-//! Registered rows of two tables are the same block if they are the same block of the radix tree. So the path of each
+//! Registered blocks of two tables are the same block if they are the same block of the radix tree. So the path of each
 //! sequence through the tree says what it shares, node by node, however long the prefix is. Blocks that are shared
 //! without being registered (forks without a cache) are compared one by one.
 //!
@@ -280,8 +280,8 @@ impl State {
         paths.clear();
         let (mut is_final, mut registered) = (true, true);
         for entry in &plan.entries {
-            let seq = self.seqs.at(entry.slot);
-            let (depth, most) = (seq.registered.rows(), full_rows_seen(self, entry));
+            let seq = self.seqs.at(entry.seq_index);
+            let (depth, most) = (seq.registered.num_indices(), full_indices_seen(self, entry));
             is_final &= depth <= most;
             let last = tree.ancestor(seq.registered.last, depth.saturating_sub(most));
             paths.push(tree, last, depth.min(most) as u32);
@@ -303,7 +303,7 @@ impl State {
     fn compare_tables(&self, plan: &Plan, shared: &mut SharedPrefixes) {
         let tables = plan.entries.iter().map(|entry| {
             let table = self.table_of(plan, entry);
-            (full_rows_seen(self, entry), table)
+            (full_indices_seen(self, entry), table)
         });
         let tables: Vec<(usize, Cow<'_, BlockTable>)> = tables.collect();
         let group = shared.group;
@@ -321,16 +321,16 @@ impl State {
     }
 }
 
-/// The full rows before or at the first position that an entry computes: all of its tokens see them entirely.
-fn full_rows_seen(state: &State, entry: &Entry) -> usize {
-    state.groups.row_of(entry.start + 1)
+/// The full blocks before or at the first position that an entry computes: all of its tokens see them entirely.
+fn full_indices_seen(state: &State, entry: &Entry) -> usize {
+    state.groups.index_of(entry.start + 1)
 }
 
 impl State {
     /// Whether a table shares a block after its registered ones, among the first `most`.
     fn shares_more(&self, seq: &Sequence, group: usize, most: usize) -> bool {
-        let row = seq.registered.rows();
-        let next = seq.table.get(group, row).filter(|_| row < most);
+        let end = seq.registered.num_indices();
+        let next = seq.table.get(group, end).filter(|_| end < most);
         next.is_some_and(|block| self.pool.seq_refs(block) > 1)
     }
 }

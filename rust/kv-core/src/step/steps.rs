@@ -18,9 +18,9 @@ pub(crate) struct Steps {
     pub(super) made: u64,
     /// The memory of a closed plan's entries, for the next plan.
     pub(super) spare_entries: Vec<Entry>,
-    /// Entries of the newest plan that need a new row; empty between calls.
+    /// Entries of the newest plan that need a new logical block; empty between calls.
     pub(super) beginning: Vec<usize>,
-    /// Decodes of the committed plan that have filled a row; empty between calls.
+    /// Decodes of the committed plan that have filled a logical block; empty between calls.
     pub(super) full: Vec<u32>,
 }
 
@@ -117,13 +117,13 @@ impl Steps {
         self.open.last_mut().expect("checked by newest_plan")
     }
 
-    /// As `State::push_decodes`, with `rows_left` rows that can be allocated.
+    /// As `State::push_decodes`, with `indices_left` logical blocks that can be allocated.
     pub(super) fn push_decodes(
         &mut self,
         seqs: &mut Sequences,
         sequences: &[SeqKey],
         groups: &Groups,
-        rows_left: usize,
+        indices_left: usize,
     ) -> usize {
         let plan = self.open.last_mut().expect("checked before");
         let most = sequences.len().min(plan.budget_left);
@@ -137,17 +137,19 @@ impl Steps {
                 break;
             };
             let start = seq.planned_end;
-            // Reads the table, which lies elsewhere in memory, only where a row begins.
-            let begins = block.begins_row(start) && seq.table.rows() == block.row_of(start);
+            // Reads the table, which lies elsewhere in memory, only where a logical block begins.
+            let begins =
+                block.begins_index(start) && seq.table.num_indices() == block.index_of(start);
             // There is capacity; checked here, `push` does not grow the vector.
-            if begins && rows_left == self.beginning.len() || entries.len() == entries.capacity() {
+            if begins && indices_left == self.beginning.len() || entries.len() == entries.capacity()
+            {
                 break;
             }
             entries.push(Entry {
-                slot: key.slot,
-                new_rows: 0,
+                seq_index: key.seq_index,
+                new_indices: 0,
                 start,
-                rows_written: seq.registered.rows() as u32,
+                indices_written: seq.registered.num_indices() as u32,
                 pending_row: seq.pending_row(),
                 details: None,
             });

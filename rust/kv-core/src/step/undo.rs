@@ -14,12 +14,15 @@ impl State {
     pub(crate) fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
         let plan = self.steps.newest_plan(plan)?;
         let sequence = self.seqs.get(key)?.id;
-        let at = plan.entries.iter().position(|entry| entry.slot == key.slot);
+        let at = plan
+            .entries
+            .iter()
+            .position(|entry| entry.seq_index == key.seq_index);
         let at = at.ok_or(Error::NotPlanned { sequence })?;
         let cancelled = dependents(self, &plan.entries, at);
         let mut ids = Vec::new();
         for &at in cancelled.iter().rev() {
-            ids.push(self.seqs.at(self.steps.newest().entries[at].slot).id);
+            ids.push(self.seqs.at(self.steps.newest().entries[at].seq_index).id);
             self.undo(at);
         }
         ids.pop();
@@ -33,7 +36,7 @@ impl State {
         let mut row = 0;
         for entry in &self.steps.newest().entries {
             if entry.samples() {
-                let seq = self.seqs.at_mut(entry.slot);
+                let seq = self.seqs.at_mut(entry.seq_index);
                 seq.set_sample_row(SampleRow::new(row));
             }
             row += entry.num_samples();
@@ -53,42 +56,42 @@ impl State {
         plan.budget_left += entry.len();
         plan.num_tokens -= entry.len();
         plan.num_samples -= entry.num_samples();
-        let slot = entry.slot;
+        let seq_index = entry.seq_index;
         if entry.details.is_none() {
-            let rows = self.seqs.at(slot).table.rows() - entry.new_rows as usize;
-            self.shorten(slot, rows);
+            let end = self.seqs.at(seq_index).table.num_indices() - entry.new_indices as usize;
+            self.shorten(seq_index, end);
         }
         for change in entry.changes().rev() {
             self.revert(entry, change);
         }
         let end = entry.start - entry.reused_tokens();
-        let seq = self.seqs.at_mut(slot);
+        let seq = self.seqs.at_mut(seq_index);
         seq.unplan(bit, end, entry.samples(), entry.pending_row);
-        // A commit of the plan before may have computed more rows meanwhile.
-        self.slide(slot);
-        if self.seqs.at(slot).dropped {
-            self.end_sequence(slot);
+        // A commit of the plan before may have computed more blocks meanwhile.
+        self.slide(seq_index);
+        if self.seqs.at(seq_index).dropped {
+            self.end_sequence(seq_index);
         }
     }
 
     /// Reverts a change of an entry.
     fn revert(&mut self, entry: &Entry, change: &Change) {
-        let slot = entry.slot;
+        let seq_index = entry.seq_index;
         match change {
             Change::Matched { before, slid, .. } => {
-                let (seq, pool) = (self.seqs.at_mut(slot), &mut self.pool);
+                let (seq, pool) = (self.seqs.at_mut(seq_index), &mut self.pool);
                 seq.change_table(|table| change.revert(table, |block| pool.release(block)));
                 slid.iter().for_each(|&(_, block)| pool.hold(block));
                 seq.register(*before);
             }
-            Change::Grown { rows } => self.shorten(slot, *rows),
-            Change::CopiedPartly { row } => {
-                let table = &self.seqs.at(slot).table;
-                let is_copy = |copy: BlockId| table.row(*row).any(|block| block == copy);
+            Change::Grown { from } => self.shorten(seq_index, *from),
+            Change::CopiedPartly { index } => {
+                let table = &self.seqs.at(seq_index).table;
+                let is_copy = |copy: BlockId| table.blocks_at(*index).any(|block| block == copy);
                 self.steps.newest().remove_copies(is_copy);
             }
             Change::Copied { sources, .. } => {
-                let (seq, pool) = (self.seqs.at_mut(slot), &mut self.pool);
+                let (seq, pool) = (self.seqs.at_mut(seq_index), &mut self.pool);
                 sources.iter().for_each(|&(_, source)| pool.hold(source));
                 let plan = self.steps.newest();
                 let mut released = |copy| {
@@ -101,10 +104,10 @@ impl State {
                 let groups = self.groups.len();
                 let prefill = entry.prefill().into_iter();
                 for place in prefill.flat_map(|prefill| prefill.preregistered(groups).rev()) {
-                    let block = self.block_at(slot, place);
+                    let block = self.block_at(seq_index, place);
                     self.pool.forget(block);
                 }
-                self.seqs.at_mut(slot).register(*before);
+                self.seqs.at_mut(seq_index).register(*before);
             }
         }
     }
@@ -155,7 +158,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
         if depends || at == first {
             let prefill = entry.prefill().into_iter();
             let places = prefill.flat_map(|prefill| prefill.preregistered(groups));
-            computed.extend(places.map(|place| state.block_at(entry.slot, place)));
+            computed.extend(places.map(|place| state.block_at(entry.seq_index, place)));
             left.extend(entry.copied().map(|(_, _, source)| source));
         }
     }
@@ -164,7 +167,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
 
 /// Whether an entry shares one of these blocks, which an open step computes.
 fn shares_any(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
-    let (table, groups) = (&state.seqs.at(entry.slot).table, state.groups.len());
+    let (table, groups) = (&state.seqs.at(entry.seq_index).table, state.groups.len());
     let prefill = entry.prefill().into_iter();
     let shared = prefill.flat_map(|prefill| prefill.shared(groups));
     let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
@@ -179,17 +182,20 @@ fn writes_in_place(state: &State, entry: &Entry, blocks: &HashSet<BlockId>) -> b
 
 impl State {
     /// The block of a place of a sequence's table.
-    fn block_at(&self, slot: u32, place: usize) -> BlockId {
+    fn block_at(&self, seq_index: u32, place: usize) -> BlockId {
         let groups = self.groups.len();
-        self.seqs.at(slot).table.at(place % groups, place / groups)
+        self.seqs
+            .at(seq_index)
+            .table
+            .at(place % groups, place / groups)
     }
 
-    /// The blocks, one per layer group, of the row in which an entry begins to write.
+    /// The blocks, one per layer group, of the logical block in which an entry begins to write.
     pub(super) fn first_written(&self, entry: &Entry) -> impl Iterator<Item = BlockId> + '_ {
-        let row = self.groups.row_of(entry.start);
-        let written = row >= entry.rows_written as usize;
-        let table = &self.seqs.at(entry.slot).table;
+        let index = self.groups.index_of(entry.start);
+        let written = index >= entry.indices_written as usize;
+        let table = &self.seqs.at(entry.seq_index).table;
         let groups = 0..table.groups() * usize::from(written);
-        groups.filter_map(move |group| table.get(group, row))
+        groups.filter_map(move |group| table.get(group, index))
     }
 }

@@ -32,7 +32,7 @@ impl State {
                 let is_known = cached.is_none_or(|(_, group, number)| {
                     group == place.group && number == serial as u32
                 });
-                ensure(is_known && open.rows.contains(&place.index), || {
+                ensure(is_known && open.indices.contains(&place.index), || {
                     format!("transfer {serial} fills {place:?}, cached as {cached:?}")
                 })?;
             }

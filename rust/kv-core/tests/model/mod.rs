@@ -17,18 +17,18 @@ use kv_core::{
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
 
-/// The blocks of a row of tokens, one per layer group; none where no later token sees it.
-type Row = Vec<Option<u32>>;
+/// The blocks of a logical block of tokens, one per layer group; none where no later token sees it.
+type LogicalBlock = Vec<Option<u32>>;
 
-fn blocks(rows: &[Row]) -> impl DoubleEndedIterator<Item = u32> + '_ {
-    rows.iter().flatten().copied().flatten()
+fn blocks(indices: &[LogicalBlock]) -> impl DoubleEndedIterator<Item = u32> + '_ {
+    indices.iter().flatten().copied().flatten()
 }
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seq {
     pub(crate) namespace: u8,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) table: Vec<Row>,
+    pub(crate) table: Vec<LogicalBlock>,
     pub(crate) computed: usize,
     /// Where the open plans will have brought it.
     pub(crate) ahead: usize,
@@ -39,9 +39,9 @@ pub(crate) struct Seq {
     /// Open plans that hold it.
     pub(crate) planned: u8,
     pub(crate) dropped: bool,
-    /// Rows that may stay cached when it ends.
-    kept_rows: Option<usize>,
-    /// Registered rows.
+    /// Logical blocks that may stay cached when it ends.
+    kept_indices: Option<usize>,
+    /// Registered logical blocks.
     pub(crate) registered: usize,
 }
 
@@ -59,9 +59,9 @@ struct Entry {
     len: usize,
     samples: bool,
     drafts: Vec<u32>,
-    /// The sequence before: rows of its table, how far ahead, rows registered.
+    /// The sequence before: logical blocks of its table, how far ahead, logical blocks registered.
     before: (usize, usize, usize),
-    /// The partial blocks in place of which it writes on copies: row, group, block, copy.
+    /// The partial blocks in place of which it writes on copies: logical block, group, block, copy.
     copied: Vec<(usize, usize, u32, u32)>,
     /// The partial blocks that it goes on writing.
     in_place: Vec<u32>,
@@ -69,12 +69,12 @@ struct Entry {
     reused: Vec<u32>,
     already_cached: Vec<u32>,
     preregistered: Vec<u32>,
-    /// The copy sources of the row after the match, and their copies.
+    /// The copy sources of the logical block after the match, and their copies.
     source: Vec<(u32, u32)>,
-    /// Rows matched and preregistered, and those matched alone.
-    rows: usize,
+    /// Logical blocks matched and preregistered, and those matched alone.
+    indices: usize,
     matched: usize,
-    /// Blocks that slide out of windows with the match, pinned by the plan: row, group, block.
+    /// Blocks that slide out of windows with the match, pinned by the plan: logical block, group, block.
     unseen: Vec<(usize, usize, u32)>,
 }
 
@@ -91,10 +91,10 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug)]
 pub(crate) struct Load {
     seq: u64,
-    /// Rows of its tokens.
+    /// Logical blocks of its tokens.
     from: usize,
     end: usize,
-    /// By row, then by layer group.
+    /// By logical block, then by layer group.
     pub(crate) places: Vec<(usize, usize, u32)>,
     /// The cached blocks before and among them, in this order.
     held: Vec<u32>,
@@ -122,7 +122,7 @@ pub(crate) struct Model {
     /// By layer group.
     contents: HashMap<(Content, usize), u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
-    pub(crate) pins: BTreeMap<usize, Vec<Row>>,
+    pub(crate) pins: BTreeMap<usize, Vec<LogicalBlock>>,
     /// By number.
     pub(crate) loads: BTreeMap<u64, Load>,
     num_loads: u64,
@@ -154,15 +154,15 @@ impl Model {
         }
     }
 
-    /// The first row that a group needs of a prefix of `rows` rows: the window of its last token, and
-    /// of the one after it.
-    fn first_row(&self, group: usize, rows: usize) -> usize {
-        self.first_row_of(group, rows, 1)
+    /// The first logical block that a group needs of a prefix of `indices` logical blocks: the window of its last
+    /// token, and of the one after it.
+    fn first_index(&self, group: usize, indices: usize) -> usize {
+        self.first_index_of(group, indices, 1)
     }
 
     /// The same for its last `replay` tokens.
-    fn first_row_of(&self, group: usize, rows: usize, replay: usize) -> usize {
-        let first = (rows * self.block_size + 1).saturating_sub(replay.max(1));
+    fn first_index_of(&self, group: usize, indices: usize, replay: usize) -> usize {
+        let first = (indices * self.block_size + 1).saturating_sub(replay.max(1));
         self.groups[group].map_or(0, |window| first.saturating_sub(window) / self.block_size)
     }
 
@@ -181,7 +181,7 @@ impl Model {
         self.seq_refs(block)
             + u32::from(self.loading(block).is_some())
             + pins
-                .filter(|rows| blocks(rows).any(|held| held == block))
+                .filter(|indices| blocks(indices).any(|held| held == block))
                 .count() as u32
             + pinned.filter(|&&pinned| pinned == block).count() as u32
     }
@@ -241,8 +241,8 @@ impl Model {
         self.contents.get(&(content, group)).copied()
     }
 
-    /// The rows after `from` of the longest prefix that is `usable`: every row for a group that sees
-    /// everything, the last ones where there is a window.
+    /// The logical blocks after `from` of the longest prefix that is `usable`: every logical block for a group that
+    /// sees everything, the last ones where there is a window.
     fn matched(
         &self,
         namespace: u8,
@@ -250,25 +250,25 @@ impl Model {
         from: usize,
         replay: usize,
         usable: impl Fn(u32) -> bool,
-    ) -> Vec<Row> {
+    ) -> Vec<LogicalBlock> {
         let most = tokens.len() / self.block_size;
-        let row = |rows: usize, row: usize| -> Option<Row> {
-            let tokens = &tokens[..(row + 1) * self.block_size];
+        let blocks = |indices: usize, index: usize| -> Option<LogicalBlock> {
+            let tokens = &tokens[..(index + 1) * self.block_size];
             let entry = |group: usize| match self.known(namespace, tokens, group) {
-                _ if row < self.first_row_of(group, rows, replay) => Some(None),
+                _ if index < self.first_index_of(group, indices, replay) => Some(None),
                 Some(block) if usable(block) => Some(Some(block)),
                 _ => None,
             };
             (0..self.groups.len()).map(entry).collect()
         };
-        let hit = |rows: usize| (from..rows).map(|at| row(rows, at)).collect();
+        let hit = |indices: usize| (from..indices).map(|at| blocks(indices, at)).collect();
         (from..=most).rev().find_map(hit).unwrap_or_default()
     }
 
-    /// The blocks of the content that agrees longest with `tokens` behind their first `row` rows, for an
+    /// The blocks of the content that agrees longest with `tokens` behind their first `index` logical blocks, for an
     /// eighth of a block at least, and how long that is.
-    fn lender(&self, namespace: u8, tokens: &[u32], row: usize) -> (Vec<u32>, usize) {
-        let (from, size) = (row * self.block_size, self.block_size);
+    fn lender(&self, namespace: u8, tokens: &[u32], index: usize) -> (Vec<u32>, usize) {
+        let (from, size) = (index * self.block_size, self.block_size);
         let mut best = (Vec::new(), 0);
         let mut first = 0;
         for (((of, known), group), &block) in &self.contents {
@@ -305,62 +305,65 @@ impl Model {
     }
 
     pub(crate) fn match_prefix(&mut self, pin: usize, namespace: u8, tokens: &[u32]) {
-        let rows = self.matched(namespace, tokens, 0, 0, |block| self.is_ready(block));
-        blocks(&rows).for_each(|block| self.unqueue(block));
-        self.pins.insert(pin, rows);
+        let indices = self.matched(namespace, tokens, 0, 0, |block| self.is_ready(block));
+        blocks(&indices).for_each(|block| self.unqueue(block));
+        self.pins.insert(pin, indices);
     }
 
     pub(crate) fn pin(&mut self, pin: usize, seq: u64) {
         let seq = &self.seqs[&seq];
-        let is_whole = |rows: usize| {
-            let ready = blocks(&seq.table[..rows]).all(|block| self.is_ready(block));
-            let mut needed = (0..self.groups.len())
-                .flat_map(|group| (self.first_row(group, rows)..rows).map(move |row| (row, group)));
-            ready && needed.all(|(row, group)| seq.table[row][group].is_some())
+        let is_whole = |indices: usize| {
+            let ready = blocks(&seq.table[..indices]).all(|block| self.is_ready(block));
+            let mut needed = (0..self.groups.len()).flat_map(|group| {
+                (self.first_index(group, indices)..indices).map(move |index| (index, group))
+            });
+            ready && needed.all(|(index, group)| seq.table[index][group].is_some())
         };
         let mut longest_first = (0..=seq.registered).rev();
-        let whole = longest_first.find(|&rows| is_whole(rows)).expect("none is");
-        let mut rows = seq.table[..whole].to_vec();
-        for (at, row) in rows.iter_mut().enumerate() {
-            for (group, entry) in row.iter_mut().enumerate() {
-                if at < self.first_row(group, whole) {
+        let whole = longest_first
+            .find(|&indices| is_whole(indices))
+            .expect("none is");
+        let mut indices = seq.table[..whole].to_vec();
+        for (at, blocks) in indices.iter_mut().enumerate() {
+            for (group, entry) in blocks.iter_mut().enumerate() {
+                if at < self.first_index(group, whole) {
                     *entry = None;
                 }
             }
         }
-        self.pins.insert(pin, rows);
+        self.pins.insert(pin, indices);
     }
 
     pub(crate) fn drop_pin(&mut self, pin: usize) {
-        let rows = self.pins.remove(&pin).unwrap_or_default();
-        self.enqueue_unused(blocks(&rows).rev());
+        let indices = self.pins.remove(&pin).unwrap_or_default();
+        self.enqueue_unused(blocks(&indices).rev());
     }
 
     /// Whether the pin's blocks hold a prefix of the sequence.
     pub(crate) fn attach(&mut self, seq: u64, pin: usize) -> bool {
-        let rows = self.pins[&pin].clone();
+        let indices = self.pins[&pin].clone();
         let s = &self.seqs[&seq];
         if s.planned > 0 || !s.table.is_empty() {
             return false;
         }
-        let tokens = |row: usize| s.tokens.get(..(row + 1) * self.block_size);
-        let fits = |row: usize| {
-            let entries = rows[row].iter().enumerate();
-            tokens(row).is_some_and(|tokens| {
+        let tokens = |index: usize| s.tokens.get(..(index + 1) * self.block_size);
+        let fits = |index: usize| {
+            let entries = indices[index].iter().enumerate();
+            tokens(index).is_some_and(|tokens| {
                 entries.clone().all(|(group, block)| {
                     block.is_none() || self.known(s.namespace, tokens, group) == *block
                 })
             })
         };
-        if !(0..rows.len()).all(fits) {
+        if !(0..indices.len()).all(fits) {
             return false;
         }
         let (size, s) = (self.block_size, self.seqs.get_mut(&seq).expect("live"));
-        if !rows.is_empty() {
-            s.registered = rows.len();
-            s.computed = (rows.len() * size).min(s.tokens.len() - 1);
+        if !indices.is_empty() {
+            s.registered = indices.len();
+            s.computed = (indices.len() * size).min(s.tokens.len() - 1);
             s.ahead = s.computed;
-            s.table = rows;
+            s.table = indices;
         }
         true
     }
@@ -376,13 +379,13 @@ impl Model {
 
     /// Whether a window has slid past what a token after the first `computed` sees.
     fn slid_past(&self, s: &Seq, computed: usize) -> bool {
-        let (rows, all) = (
+        let (indices, all) = (
             computed / self.block_size,
             computed.div_ceil(self.block_size),
         );
         (0..self.groups.len()).any(|group| {
-            let mut seen = self.first_row(group, rows)..all;
-            seen.any(|row| s.table[row][group].is_none())
+            let mut seen = self.first_index(group, indices)..all;
+            seen.any(|index| s.table[index][group].is_none())
         })
     }
 
@@ -411,27 +414,27 @@ impl Model {
     /// The groups whose partial block others hold too, or that is registered, and that is about to be
     /// written.
     fn must_copy(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
-        let (s, row) = (&self.seqs[&seq], position / self.block_size);
-        let Some(entries) = s.table.get(row).filter(|_| row >= s.registered) else {
+        let (s, index) = (&self.seqs[&seq], position / self.block_size);
+        let Some(entries) = s.table.get(index).filter(|_| index >= s.registered) else {
             return Vec::new();
         };
         let entries = entries.iter().copied().flatten().enumerate();
         entries
             .filter(|&(_, block)| self.seq_refs(block) > 1 || self.has_content(block))
-            .map(|(group, block)| (row, group, block))
+            .map(|(group, block)| (index, group, block))
             .collect()
     }
 
     /// The same without a plan: an open step may be yet to copy a block.
     pub(crate) fn held_by_others(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
-        let (s, row) = (&self.seqs[&seq], position / self.block_size);
-        let Some(entries) = s.table.get(row).filter(|_| row >= s.registered) else {
+        let (s, index) = (&self.seqs[&seq], position / self.block_size);
+        let Some(entries) = s.table.get(index).filter(|_| index >= s.registered) else {
             return Vec::new();
         };
         let entries = entries.iter().copied().flatten().enumerate();
         entries
             .filter(|&(_, block)| self.refs(block) > 1 || self.has_content(block))
-            .map(|(group, block)| (row, group, block))
+            .map(|(group, block)| (index, group, block))
             .collect()
     }
 
@@ -465,9 +468,9 @@ impl Model {
     /// The tokens that a prefill would find in the pool, share in flight and copy, and why it would compute the rest.
     pub(crate) fn explain(&self, namespace: u8, tokens: &[u32]) -> Explanation {
         let (size, mut miss) = (self.block_size, None);
-        let mut at = |rows: usize, reason| {
+        let mut at = |indices: usize, reason| {
             miss = Some(Miss {
-                position: rows * size,
+                position: indices * size,
                 reason,
             })
         };
@@ -482,7 +485,7 @@ impl Model {
             .matched(namespace, tokens, 0, 0, |block| self.is_ready(block))
             .len();
         let matched = self.matched(namespace, tokens, 0, 0, |_| true);
-        let rows = matched.len();
+        let indices = matched.len();
         if blocks(&matched).any(|block| self.loading(block).is_some()) {
             at(ready, MissReason::Loading);
             let num_pool_tokens = ready * size;
@@ -492,20 +495,20 @@ impl Model {
                 ..Explanation::default()
             };
         }
-        if tokens.len() >= (rows + 1) * size {
-            at(rows, self.why(namespace, tokens, rows));
+        if tokens.len() >= (indices + 1) * size {
+            at(indices, self.why(namespace, tokens, indices));
         } else if tokens.len() < size {
             at(0, MissReason::BelowOneBlock);
         }
         // The last token is computed in any case.
         let most = tokens.len() - 1;
         let copied = match self.partial_reuse {
-            true => self.lender(namespace, tokens, rows).1,
+            true => self.lender(namespace, tokens, indices).1,
             false => 0,
         };
         Explanation {
             num_pool_tokens: (ready * size).min(most),
-            num_in_flight_tokens: (rows * size).min(most) - (ready * size).min(most),
+            num_in_flight_tokens: (indices * size).min(most) - (ready * size).min(most),
             num_copied_tokens: copied,
             miss,
         }
@@ -517,9 +520,9 @@ impl Model {
         contents.any(|((of, known), _)| *of == namespace && known.starts_with(tokens))
     }
 
-    /// Why the block after the first `rows` of these tokens is not cached.
-    fn why(&self, namespace: u8, tokens: &[u32], rows: usize) -> MissReason {
-        let (from, end) = (rows * self.block_size, (rows + 1) * self.block_size);
+    /// Why the block after the first `indices` of these tokens is not cached.
+    fn why(&self, namespace: u8, tokens: &[u32], indices: usize) -> MissReason {
+        let (from, end) = (indices * self.block_size, (indices + 1) * self.block_size);
         let wanted = &tokens[..end];
         let is_to_come = |seq: &Seq| {
             seq.namespace == namespace
@@ -572,9 +575,9 @@ impl Model {
         }
     }
 
-    fn copy(&mut self, seq: u64, row: usize, group: usize, source: u32) -> u32 {
+    fn copy(&mut self, seq: u64, index: usize, group: usize, source: u32) -> u32 {
         let copy = self.allocate();
-        self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(copy);
+        self.seqs.get_mut(&seq).expect("live").table[index][group] = Some(copy);
         let plan = self.newest();
         plan.copies.push((source, copy));
         plan.pinned.push(source);
@@ -602,7 +605,7 @@ impl Model {
 
     /// At most the first `num_tokens` tokens of a sequence stay cached for its sake.
     pub(crate) fn keep(&mut self, seq: u64, num_tokens: usize) {
-        self.seqs.get_mut(&seq).expect("live").kept_rows = Some(num_tokens / self.block_size);
+        self.seqs.get_mut(&seq).expect("live").kept_indices = Some(num_tokens / self.block_size);
     }
 
     /// Ends a dropped sequence unless a plan holds it.
@@ -618,9 +621,9 @@ impl Model {
     fn discard(&mut self, seq: u64) {
         let s = &self.seqs[&seq];
         let mut gone = Vec::new();
-        for row in (s.kept_rows.unwrap_or(s.registered)..s.registered).rev() {
-            for (group, own) in s.table[row].iter().enumerate() {
-                let known = &s.tokens[..(row + 1) * self.block_size];
+        for index in (s.kept_indices.unwrap_or(s.registered)..s.registered).rev() {
+            for (group, own) in s.table[index].iter().enumerate() {
+                let known = &s.tokens[..(index + 1) * self.block_size];
                 let cached = self.known(s.namespace, known, group);
                 let others = |block: u32| self.refs(block) - u32::from(*own == Some(block));
                 gone.extend(cached.filter(|&block| others(block) == 0));
@@ -643,7 +646,7 @@ impl Model {
     fn push(
         &mut self,
         seq: u64,
-        (matched, source): (&[Row], &[u32]),
+        (matched, source): (&[LogicalBlock], &[u32]),
         start: usize,
         len: usize,
         kind: EntryKind,
@@ -663,7 +666,7 @@ impl Model {
         };
         let copied = copied
             .into_iter()
-            .map(|(row, group, block)| (row, group, block, self.copy(seq, row, group, block)))
+            .map(|(index, group, block)| (index, group, block, self.copy(seq, index, group, block)))
             .collect();
         let s = self.seqs.get_mut(&seq).expect("live");
         let at_hand = matched.is_empty() && source.is_empty();
@@ -692,11 +695,11 @@ impl Model {
             }
         }
         while self.seqs[&seq].table.len() < (start + len + lookahead).div_ceil(self.block_size) {
-            let row = (0..self.groups.len()).map(|_| Some(self.allocate()));
-            let row = row.collect();
-            self.seqs.get_mut(&seq).expect("live").table.push(row);
+            let new = (0..self.groups.len()).map(|_| Some(self.allocate()));
+            let new = new.collect();
+            self.seqs.get_mut(&seq).expect("live").table.push(new);
         }
-        let rows = self.seqs[&seq].registered - before.2;
+        let indices = self.seqs[&seq].registered - before.2;
         let plan = self.newest();
         plan.budget -= len;
         plan.entries.push(Entry {
@@ -712,49 +715,49 @@ impl Model {
             already_cached,
             preregistered,
             source,
-            rows,
+            indices,
             matched: matched.len(),
             unseen,
         });
     }
 
-    /// The row behind the match gets copies of these blocks, which the plan holds.
+    /// The logical block behind the match gets copies of these blocks, which the plan holds.
     fn copy_partial(&mut self, seq: u64, source: &[u32]) -> Vec<(u32, u32)> {
         for &source in source {
             self.unqueue(source);
             self.newest().pinned.push(source);
         }
-        let row = self.seqs[&seq].registered;
-        if !source.is_empty() && self.seqs[&seq].table.len() == row {
+        let index = self.seqs[&seq].registered;
+        if !source.is_empty() && self.seqs[&seq].table.len() == index {
             let new = source.iter().map(|_| Some(self.allocate())).collect();
             self.seqs.get_mut(&seq).expect("live").table.push(new);
         }
         let copies = source
             .iter()
-            .zip(self.seqs[&seq].table.get(row).into_iter().flatten());
+            .zip(self.seqs[&seq].table.get(index).into_iter().flatten());
         let copies = copies.map(|(&source, copy)| (source, copy.expect("not slid past")));
         let copies: Vec<(u32, u32)> = copies.collect();
         self.newest().copies.extend(&copies);
         copies
     }
 
-    /// Takes what no token after its registered rows sees out of a table, the last one first.
+    /// Takes what no token after its registered logical blocks sees out of a table, the last one first.
     fn take_unseen(&mut self, seq: u64, replay: usize) -> Vec<(usize, usize, u32)> {
         let mut unseen = Vec::new();
         for group in 0..self.groups.len() {
             let s = &self.seqs[&seq];
-            for row in (0..self.first_row_of(group, s.registered, replay)).rev() {
+            for index in (0..self.first_index_of(group, s.registered, replay)).rev() {
                 let s = self.seqs.get_mut(&seq).expect("live");
-                if let Some(block) = s.table[row][group].take() {
+                if let Some(block) = s.table[index][group].take() {
                     self.newest().pinned.push(block);
-                    unseen.push((row, group, block));
+                    unseen.push((index, group, block));
                 }
             }
         }
         unseen
     }
 
-    /// The next row is one that this step, from `start` on, computes for all. False if the commit must
+    /// The next logical block is one that this step, from `start` on, computes for all. False if the commit must
     /// settle it.
     fn preregister(
         &mut self,
@@ -764,12 +767,12 @@ impl Model {
         preregistered: &mut Vec<u32>,
     ) -> bool {
         let s = &self.seqs[&seq];
-        let row = s.registered;
-        if (row + 1) * self.block_size <= start {
+        let index = s.registered;
+        if (index + 1) * self.block_size <= start {
             return false;
         }
-        let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
-        let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
+        let tokens = s.tokens[..(index + 1) * self.block_size].to_vec();
+        let (namespace, mine) = (s.namespace, s.table.get(index).cloned());
         let content = (namespace, tokens.clone());
         let mut known = (0..self.groups.len()).filter_map(|g| self.known(namespace, &tokens, g));
         if known.any(|block| self.loading(block).is_some()) {
@@ -792,7 +795,7 @@ impl Model {
                     already_cached.push(block);
                     block
                 }
-                (None, Some(row)) => row[group].expect("not slid past"),
+                (None, Some(mine)) => mine[group].expect("not slid past"),
                 (None, None) => self.allocate(),
             };
             if found.is_none() {
@@ -818,9 +821,9 @@ impl Model {
 
     fn blocks_to_write(&self, seq: u64, len: usize) -> usize {
         let s = &self.seqs[&seq];
-        let rows = (s.ahead + len).div_ceil(self.block_size);
+        let indices = (s.ahead + len).div_ceil(self.block_size);
         let copies = self.must_copy(seq, s.ahead).len();
-        rows.saturating_sub(s.table.len()) * self.groups.len() + copies
+        indices.saturating_sub(s.table.len()) * self.groups.len() + copies
     }
 
     pub(crate) fn decode(&mut self, seq: u64, lookahead: usize) -> bool {
@@ -853,9 +856,9 @@ impl Model {
 
     /// Drafts for a decode of the newest plan, as many as there is budget and room for.
     pub(crate) fn draft(&mut self, seq: u64, mut drafts: Vec<u32>) -> usize {
-        let rows = self.queue.len() / self.groups.len() + self.seqs[&seq].table.len();
+        let indices = self.queue.len() / self.groups.len() + self.seqs[&seq].table.len();
         let end = self.seqs[&seq].ahead;
-        let capacity = rows * self.block_size - end;
+        let capacity = indices * self.block_size - end;
         drafts.truncate(capacity.min(self.budget()));
         let count = drafts.len();
         if count == 0 {
@@ -868,9 +871,9 @@ impl Model {
         entry.len += count;
         entry.drafts = drafts;
         while self.seqs[&seq].table.len() < (end + count).div_ceil(self.block_size) {
-            let row = (0..self.groups.len()).map(|_| Some(self.allocate()));
-            let row = row.collect();
-            self.seqs.get_mut(&seq).expect("live").table.push(row);
+            let new = (0..self.groups.len()).map(|_| Some(self.allocate()));
+            let new = new.collect();
+            self.seqs.get_mut(&seq).expect("live").table.push(new);
         }
         let s = self.seqs.get_mut(&seq).expect("live");
         (s.ahead, s.speculating) = (end + count, true);
@@ -924,7 +927,7 @@ impl Model {
         &mut self,
         seq: u64,
         request: PrefillRequest,
-        matched: &[Row],
+        matched: &[LogicalBlock],
         (source, copied_tokens): (Vec<u32>, usize),
     ) -> Result<Prefill, Error> {
         let PrefillRequest {
@@ -933,7 +936,7 @@ impl Model {
             replay,
         } = request;
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
-        let rows = s.table.len() + matched.len();
+        let indices = s.table.len() + matched.len();
         let cached = matched.len() * size + copied_tokens;
         let cached_end = s.ahead + cached;
         let start = match cached {
@@ -959,19 +962,19 @@ impl Model {
             true => self.must_copy(seq, start).len(),
             false => 0,
         };
-        let now = (start + tokens).div_ceil(size).saturating_sub(rows);
-        let all = s.tokens.len().div_ceil(size).saturating_sub(rows);
+        let now = (start + tokens).div_ceil(size).saturating_sub(indices);
+        let all = s.tokens.len().div_ceil(size).saturating_sub(indices);
         let new: usize = (0..self.groups.len())
             .map(|group| match (spare_blocks, self.groups[group]) {
                 (None, _) => now,
                 (Some(_), None) => all,
                 (Some(_), Some(window)) => {
-                    // Rows that slide out of the window are reused: at most so many at once.
+                    // Logical blocks that slide out of the window are reused: at most so many at once.
                     let reach = window.div_ceil(size) + (max_tokens + 2 * size - 2) / size;
                     // Blocks that slide out with the match are pinned by the plan.
                     let unseen = match matched.is_empty() {
                         true => 0,
-                        false => self.first_row_of(group, s.registered + matched.len(), replay),
+                        false => self.first_index_of(group, s.registered + matched.len(), replay),
                     };
                     let (registered, reserved) = s.table.split_at(s.registered);
                     let held = registered
@@ -979,7 +982,7 @@ impl Model {
                         .chain(matched)
                         .chain(reserved)
                         .skip(unseen);
-                    let held = held.filter(|row| row[group].is_some()).count();
+                    let held = held.filter(|blocks| blocks[group].is_some()).count();
                     let peak = reach.min(s.tokens.len().div_ceil(size));
                     peak.saturating_sub(held).max(now)
                 }
@@ -1011,17 +1014,17 @@ impl Model {
         let (table_len, ahead, registered) = entry.before;
         let mut s = self.seqs[&entry.seq].clone();
         let gone = s.table.split_off(table_len + entry.matched);
-        let matched: Vec<Row> = s
+        let matched: Vec<LogicalBlock> = s
             .table
             .drain(registered..registered + entry.matched)
             .collect();
-        for &(row, group, source, _) in &entry.copied {
-            s.table[row][group] = Some(source);
+        for &(index, group, source, _) in &entry.copied {
+            s.table[index][group] = Some(source);
         }
-        for &(row, group, block) in &entry.unseen {
-            s.table[row][group] = Some(block);
+        for &(index, group, block) in &entry.unseen {
+            s.table[index][group] = Some(block);
         }
-        if entry.rows > 0 {
+        if entry.indices > 0 {
             s.registered = registered;
         }
         (s.ahead, s.speculating) = (ahead, false);
@@ -1111,8 +1114,8 @@ impl Model {
             };
             self.seqs.insert(*seq, s);
             let registered = self.seqs[seq].registered;
-            for row in registered..full {
-                if !self.merge(*seq, row, 1, &mut remappings) {
+            for index in registered..full {
+                if !self.merge(*seq, index, 1, &mut remappings) {
                     break;
                 }
             }
@@ -1123,19 +1126,19 @@ impl Model {
         remappings
     }
 
-    /// Late merge of a row that became full, while all plans from `later` on stay open. False if it is
+    /// Late merge of a logical block that became full, while all plans from `later` on stay open. False if it is
     /// asked again later.
     fn merge(
         &mut self,
         seq: u64,
-        row: usize,
+        index: usize,
         later: usize,
         remappings: &mut Vec<Remapping>,
     ) -> bool {
         let s = &self.seqs[&seq];
         let content = (
             s.namespace,
-            s.tokens[..(row + 1) * self.block_size].to_vec(),
+            s.tokens[..(index + 1) * self.block_size].to_vec(),
         );
         let entries = self.plans.iter().skip(later).flat_map(|plan| &plan.entries);
         let computing: Vec<u32> = entries
@@ -1151,15 +1154,15 @@ impl Model {
             return false; // a later step or a transfer is to bring it, if it comes to that
         }
         for (group, found) in found.into_iter().enumerate() {
-            let mine = self.seqs[&seq].table[row][group].expect("not slid past");
+            let mine = self.seqs[&seq].table[index][group].expect("not slid past");
             match found {
                 Some(first) if first == mine => {}
                 Some(first) if self.refs(first) > 0 => {
-                    self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(first);
+                    self.seqs.get_mut(&seq).expect("live").table[index][group] = Some(first);
                     remappings.push(Remapping {
                         sequence: seq,
                         group,
-                        index: row,
+                        index,
                         old_block: mine.into(),
                         new_block: first.into(),
                     });
@@ -1177,7 +1180,7 @@ impl Model {
                 }
             }
         }
-        self.seqs.get_mut(&seq).expect("live").registered = row + 1;
+        self.seqs.get_mut(&seq).expect("live").registered = index + 1;
         true
     }
 
@@ -1185,15 +1188,15 @@ impl Model {
     fn slide(&mut self, seq: u64) {
         let s = &self.seqs[&seq];
         let full = s.computed / self.block_size;
-        let rows = if self.caching {
+        let indices = if self.caching {
             full.min(s.registered)
         } else {
             full
         };
         for group in 0..self.groups.len() {
-            for row in (0..self.first_row(group, rows)).rev() {
+            for index in (0..self.first_index(group, indices)).rev() {
                 let s = self.seqs.get_mut(&seq).expect("live");
-                let gone = s.table[row][group].take();
+                let gone = s.table[index][group].take();
                 self.enqueue_unused(gone);
             }
         }
@@ -1219,9 +1222,9 @@ impl Model {
         now.ahead = now.computed;
         let (registered, reused) = (now.registered, now.computed - s.computed);
         for group in 0..self.groups.len() {
-            let unseen = self.first_row(group, registered).min(s.registered);
-            for row in (0..unseen).rev() {
-                let gone = self.seqs.get_mut(&seq).expect("live").table[row][group].take();
+            let unseen = self.first_index(group, registered).min(s.registered);
+            for index in (0..unseen).rev() {
+                let gone = self.seqs.get_mut(&seq).expect("live").table[index][group].take();
                 self.enqueue_unused(gone);
             }
         }
@@ -1238,16 +1241,16 @@ impl Model {
             self.is_ready(block)
         });
         let from = s.registered + matched.len();
-        let known = |row: usize| -> Vec<Option<u32>> {
-            let tokens = &s.tokens[..(row + 1) * size];
+        let known = |index: usize| -> Vec<Option<u32>> {
+            let tokens = &s.tokens[..(index + 1) * size];
             let groups = 0..self.groups.len();
             groups
                 .map(|group| self.known(s.namespace, tokens, group))
                 .collect()
         };
         let whole = num_tokens.min(s.tokens.len()) / size;
-        let is_unready = |row: &usize| {
-            let mut blocks = known(*row).into_iter().flatten();
+        let is_unready = |index: &usize| {
+            let mut blocks = known(*index).into_iter().flatten();
             blocks.any(|block| !self.is_ready(block))
         };
         let unready = (from..whole).find(is_unready);
@@ -1259,11 +1262,11 @@ impl Model {
         }
         let mut held: Vec<u32> = blocks(&s.table).chain(blocks(&matched)).collect();
         let mut missing = Vec::new();
-        for row in from..end {
-            for (group, block) in known(row).into_iter().enumerate() {
+        for index in from..end {
+            for (group, block) in known(index).into_iter().enumerate() {
                 match block {
                     Some(block) => held.push(block),
-                    None if row >= self.first_row(group, end) => missing.push((row, group)),
+                    None if index >= self.first_index(group, end) => missing.push((index, group)),
                     None => {}
                 }
             }
@@ -1279,10 +1282,10 @@ impl Model {
         held.iter().for_each(|&block| self.unqueue(block));
         let places = missing.into_iter();
         let places: Vec<_> = places
-            .map(|(row, group)| (row, group, self.allocate()))
+            .map(|(index, group)| (index, group, self.allocate()))
             .collect();
-        for &(row, group, block) in &places {
-            let tokens = s.tokens[..(row + 1) * size].to_vec();
+        for &(index, group, block) in &places {
+            let tokens = s.tokens[..(index + 1) * size].to_vec();
             self.contents.insert(((s.namespace, tokens), group), block);
         }
         self.num_loads += 1;
@@ -1297,7 +1300,7 @@ impl Model {
         Answer::Reserved(places)
     }
 
-    /// The rows of a transfer.
+    /// The logical blocks of a transfer.
     pub(crate) fn rows_of(&self, load: u64) -> std::ops::Range<usize> {
         let load = &self.loads[&load];
         load.from..load.end
@@ -1315,8 +1318,8 @@ impl Model {
         let ended = self.loads.remove(&number).expect("open");
         let end = ended.from + num_blocks;
         let mut restored = 0;
-        for &(row, _, block) in &ended.places {
-            if row >= end || !awaited {
+        for &(index, _, block) in &ended.places {
+            if index >= end || !awaited {
                 self.contents.retain(|_, block_id| *block_id != block);
             } else {
                 restored += 1;
@@ -1361,34 +1364,34 @@ impl Model {
             self.unqueue(block);
             self.evict_block(block, false);
         }
-        let rows = evicted.iter().map(|&block| vec![Some(block)]);
-        self.pins.insert(pin, rows.collect());
+        let indices = evicted.iter().map(|&block| vec![Some(block)]);
+        self.pins.insert(pin, indices.collect());
         evicted
     }
 
     pub(crate) fn extend(&mut self, seq: u64, num_tokens: usize) -> Extend {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let (mut new, mut copies) = (Vec::new(), Vec::new());
-        let rows = (s.computed + num_tokens).div_ceil(size);
+        let indices = (s.computed + num_tokens).div_ceil(size);
         if num_tokens > 0 {
             let to_copy = self.held_by_others(seq, s.computed);
-            let missing = rows.saturating_sub(s.table.len()) * self.groups.len();
+            let missing = indices.saturating_sub(s.table.len()) * self.groups.len();
             let (needed, available) = (missing + to_copy.len(), self.queue.len());
             if needed > available {
                 return Extend::NoRoom { needed, available };
             }
-            for (row, group, source) in to_copy {
+            for (index, group, source) in to_copy {
                 let copy = self.allocate();
-                self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(copy);
+                self.seqs.get_mut(&seq).expect("live").table[index][group] = Some(copy);
                 self.enqueue_unused([source]);
                 copies.push((source.into(), copy.into()));
             }
-            while self.seqs[&seq].table.len() < rows {
-                let row: Row = (0..self.groups.len())
+            while self.seqs[&seq].table.len() < indices {
+                let added: LogicalBlock = (0..self.groups.len())
                     .map(|_| Some(self.allocate()))
                     .collect();
-                new.extend(row.iter().flatten().map(|&block| BlockId::from(block)));
-                self.seqs.get_mut(&seq).expect("live").table.push(row);
+                new.extend(added.iter().flatten().map(|&block| BlockId::from(block)));
+                self.seqs.get_mut(&seq).expect("live").table.push(added);
             }
         }
         Extend::Extended {
@@ -1410,8 +1413,8 @@ impl Model {
         let (registered, full) = (s.registered, s.computed / self.block_size);
         let mut remappings = Vec::new();
         if self.caching {
-            for row in registered..full {
-                if !self.merge(seq, row, 0, &mut remappings) {
+            for index in registered..full {
+                if !self.merge(seq, index, 0, &mut remappings) {
                     break;
                 }
             }

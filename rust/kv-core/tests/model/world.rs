@@ -571,7 +571,7 @@ impl World {
             let mut held = 0;
             for group in 0..self.model.groups.len() {
                 let table = view.table(group).map(|block| block.map(BlockId::get));
-                let expected = seq.table.iter().map(|row| row[group]);
+                let expected = seq.table.iter().map(|blocks| blocks[group]);
                 prop_assert!(table.eq(expected), "{:?}", view);
                 let given_back = view.table(group).take_while(Option::is_none).count();
                 let blocks = view.table(group).flatten().count();
@@ -580,15 +580,15 @@ impl World {
             }
             // Nothing is held beyond what it takes to go from what is settled to the end of its table.
             let size = self.model.block_size;
-            let rows = seq.table.len();
+            let len = seq.table.len();
             let full = view.num_computed_tokens / size;
-            let final_rows = match self.model.caching {
+            let final_len = match self.model.caching {
                 true => full.min(view.num_registered_blocks),
                 false => full,
             };
             let most = self
                 .manager
-                .blocks_for(rows * size, (rows - final_rows) * size);
+                .blocks_for(len * size, (len - final_len) * size);
             prop_assert!(held <= most, "{held} blocks, {most} needed: {view:?}");
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(

@@ -8,7 +8,7 @@ use proptest::test_runner::TestCaseError;
 
 use super::World;
 
-/// Where its blocks are: by row and layer group.
+/// Where its blocks are: by logical block and layer group.
 type Table = Vec<Vec<Option<usize>>>;
 
 impl World {
@@ -37,9 +37,9 @@ impl World {
     /// The next token reads what a sequence has reused.
     pub(super) fn read_reused(&self, key: SeqKey, id: u64) -> Result<(), TestCaseError> {
         let view = self.manager.view(key).expect("live");
-        let (computed, rows) = (view.num_computed_tokens, view.num_registered_blocks);
+        let (computed, indices) = (view.num_computed_tokens, view.num_registered_blocks);
         // A full hit holds the block of the token that it computes again.
-        let end = computed.max((rows * self.model.block_size).min(computed + 1));
+        let end = computed.max((indices * self.model.block_size).min(computed + 1));
         self.read_positions(key, id, end)
     }
 
@@ -171,13 +171,13 @@ impl World {
         let groups: Vec<Vec<_>> = (0..self.model.groups.len())
             .map(|group| view.table(group).collect())
             .collect();
-        let row = |row: usize| {
-            let blocks = groups.iter().map(|blocks| blocks[row]);
+        let index = |index: usize| {
+            let blocks = groups.iter().map(|blocks| blocks[index]);
             blocks
                 .map(|block| block.map(|block| block.get() as usize))
                 .collect()
         };
-        (0..groups[0].len()).map(row).collect()
+        (0..groups[0].len()).map(index).collect()
     }
 
     /// The KV of the first `end` positions that the next token reads.

@@ -1,5 +1,5 @@
-//! KV from outside the pool, and KV that leaves it: transfers that end late, in any order, wholly, partly or not at all;
-//! blocks that are evicted and copied meanwhile.
+//! KV from outside the pool, and KV that leaves it: transfers that end late, in any order, wholly, partly or not at
+//! all; blocks that are evicted and copied meanwhile.
 
 use kv_core::{Error, Evicted, Reserve, Transfer};
 use proptest::prelude::*;
@@ -56,8 +56,8 @@ impl World {
         if let Reserve::Reserved(transfer) = answer {
             self.num_reserved += 1;
             if self.exact {
-                let rows = self.model.rows_of(transfer.key().serial());
-                prop_assert_eq!(transfer.indices(), rows);
+                let indices = self.model.rows_of(transfer.key().serial());
+                prop_assert_eq!(transfer.indices(), indices);
             }
             self.loads.push(Load {
                 transfer,
