@@ -139,10 +139,10 @@ fn computing_has_a_step(_: &BlockLife, state: &State) -> bool {
 
 fn registered_is_cached(life: &BlockLife, state: &State) -> bool {
     state.live().all(|(_, sequence)| {
-        let mut rows = 0..sequence.registered;
-        rows.all(|row| {
-            let prefix = sequence.tokens.first((row + 1) * life.bounds.block_size);
-            state.pool.block(sequence.table[row]).cached == Some(prefix)
+        let mut indices = 0..sequence.registered;
+        indices.all(|index| {
+            let prefix = sequence.tokens.first((index + 1) * life.bounds.block_size);
+            state.pool.block(sequence.table[index]).cached == Some(prefix)
         })
     })
 }

@@ -11,5 +11,5 @@ mod tokens;
 
 pub use life::{Action, Answer, BlockLife, Bounds, Event, Flaw, Remapping};
 pub use pool::{Block, BlockId, Pool};
-pub use state::{Entry, Pin, SLOTS, Sequence, State, Step, Transfer};
+pub use state::{Entry, NUM_SEQUENCES, Pin, Sequence, State, Step, Transfer};
 pub use tokens::Tokens;

@@ -6,7 +6,7 @@ use stateright::{Model, Property};
 
 use crate::invariants::INVARIANTS;
 use crate::pool::{BlockId, MAX_BLOCK_SIZE};
-use crate::state::{Pin, SLOTS, Sequence, State, Step, Transfer};
+use crate::state::{NUM_SEQUENCES, Pin, Sequence, State, Step, Transfer};
 use crate::tokens::Tokens;
 
 /// How large the explored world is.
@@ -62,7 +62,7 @@ pub enum Action {
     /// Creates a sequence.
     Create {
         /// Where.
-        slot: usize,
+        seq: usize,
         /// Its tokens.
         prompt: Tokens,
     },
@@ -71,14 +71,14 @@ pub enum Action {
     /// Plans known tokens, after the cached ones.
     Prefill {
         /// The sequence.
-        slot: usize,
+        seq: usize,
         /// The most to compute.
         max_tokens: usize,
     },
     /// Plans the last known or pending token.
     Decode {
         /// The sequence.
-        slot: usize,
+        seq: usize,
     },
     /// Runs the oldest step and commits it.
     Commit {
@@ -90,17 +90,17 @@ pub enum Action {
     /// Frees a sequence.
     Free {
         /// The sequence.
-        slot: usize,
+        seq: usize,
     },
     /// Releases the blocks of a sequence and keeps its tokens.
     Reset {
         /// The sequence.
-        slot: usize,
+        seq: usize,
     },
     /// Pins the cached prefix of a sequence.
     Pin {
         /// The sequence.
-        slot: usize,
+        seq: usize,
     },
     /// Pins the longest cached prefix of these tokens.
     MatchPrefix {
@@ -110,7 +110,7 @@ pub enum Action {
     /// Puts the pinned blocks into the table of a sequence without blocks.
     Attach {
         /// The sequence.
-        slot: usize,
+        seq: usize,
     },
     /// Drops the pin.
     Unpin,
@@ -119,7 +119,7 @@ pub enum Action {
     /// Begins to load the KV of a sequence's tokens, after the cached ones.
     Reserve {
         /// The sequence.
-        slot: usize,
+        seq: usize,
     },
     /// Ends the transfer: its first blocks are filled.
     Complete {
@@ -132,7 +132,7 @@ pub enum Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remapping {
     /// The sequence.
-    pub slot: usize,
+    pub seq: usize,
     /// Index in its table.
     pub index: usize,
     /// The duplicate.
@@ -285,7 +285,7 @@ impl BlockLife {
     }
 
     /// Blocks that `tokens` tokens take.
-    pub(crate) fn rows(&self, tokens: usize) -> usize {
+    pub(crate) fn indices(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.bounds.block_size)
     }
 
@@ -308,34 +308,34 @@ impl BlockLife {
     /// The actions of a state. Some of them may be refused.
     pub fn enabled(&self, state: &State, actions: &mut Vec<Action>) {
         let longest = self.bounds.max_tokens;
-        if let Some(slot) = state.sequences.iter().position(Option::is_none) {
+        if let Some(seq) = state.sequences.iter().position(Option::is_none) {
             let prompts = (1..longest).flat_map(Tokens::all);
-            actions.extend(prompts.map(|prompt| Action::Create { slot, prompt }));
+            actions.extend(prompts.map(|prompt| Action::Create { seq, prompt }));
         }
         let newest = state.steps.len().checked_sub(1);
-        for slot in 0..SLOTS {
-            let Some(sequence) = &state.sequences[slot] else {
+        for seq in 0..NUM_SEQUENCES {
+            let Some(sequence) = &state.sequences[seq] else {
                 continue;
             };
             if sequence.dropped {
                 continue;
             }
             if newest.is_some() {
-                self.plannable(state, slot, sequence, actions);
+                self.plannable(state, seq, sequence, actions);
             }
-            actions.push(Action::Free { slot });
-            if state.is_planned(slot) {
+            actions.push(Action::Free { seq });
+            if state.is_planned(seq) {
                 continue;
             }
-            if self.bounds.transfers && self.to_load(state, slot).is_some() {
-                actions.push(Action::Reserve { slot });
+            if self.bounds.transfers && self.to_load(state, seq).is_some() {
+                actions.push(Action::Reserve { seq });
             }
             if !sequence.table.is_empty() {
-                actions.push(Action::Reset { slot });
+                actions.push(Action::Reset { seq });
             }
             let attaches = |pin: &Pin| sequence.tokens.starts_with(pin.tokens);
             if sequence.table.is_empty() && state.pin.as_ref().is_some_and(attaches) {
-                actions.push(Action::Attach { slot });
+                actions.push(Action::Attach { seq });
             }
         }
         if state.steps.len() < self.bounds.max_steps {
@@ -357,44 +357,37 @@ impl BlockLife {
             actions.push(Action::Unpin);
             return;
         }
-        let unpinned = (0..SLOTS).filter(|&slot| !self.prefix_of(state, slot).is_empty());
-        actions.extend(unpinned.map(|slot| Action::Pin { slot }));
+        let unpinned = (0..NUM_SEQUENCES).filter(|&seq| !self.prefix_of(state, seq).is_empty());
+        actions.extend(unpinned.map(|seq| Action::Pin { seq }));
         let size = self.bounds.block_size;
         let all = Tokens::all((longest - 1) / size * size);
         let cached = all.filter(|&tokens| !self.longest_cached(state, tokens).is_empty());
         actions.extend(cached.map(|tokens| Action::MatchPrefix { tokens }));
     }
 
-    fn plannable(
-        &self,
-        state: &State,
-        slot: usize,
-        sequence: &Sequence,
-        actions: &mut Vec<Action>,
-    ) {
+    fn plannable(&self, state: &State, seq: usize, sequence: &Sequence, actions: &mut Vec<Action>) {
         let newest = state.steps.last().expect("an open step");
         let known = sequence.tokens.len() + sequence.pending;
         let left = known - sequence.planned;
-        if newest.entries.iter().any(|entry| entry.slot == slot) || known == self.bounds.max_tokens
-        {
+        if newest.entries.iter().any(|entry| entry.seq == seq) || known == self.bounds.max_tokens {
             return;
         }
         if left == 1 {
-            actions.push(Action::Decode { slot });
+            actions.push(Action::Decode { seq });
         }
         if sequence.pending == 0 && left > 0 {
             let max_tokens = self.bounds.max_tokens;
-            actions.push(Action::Prefill { slot, max_tokens });
+            actions.push(Action::Prefill { seq, max_tokens });
             if left > 1 {
                 let max_tokens = 1;
-                actions.push(Action::Prefill { slot, max_tokens });
+                actions.push(Action::Prefill { seq, max_tokens });
             }
         }
     }
 
     /// The blocks of the longest prefix of a sequence that is cached and computed.
-    fn prefix_of(&self, state: &State, slot: usize) -> Vec<BlockId> {
-        let Some(sequence) = state.sequences[slot].as_ref().filter(|of| !of.dropped) else {
+    fn prefix_of(&self, state: &State, seq: usize) -> Vec<BlockId> {
+        let Some(sequence) = state.sequences[seq].as_ref().filter(|of| !of.dropped) else {
             return Vec::new();
         };
         let registered = sequence.table[..sequence.registered].iter().copied();
@@ -404,9 +397,9 @@ impl BlockLife {
 
     /// The blocks of the longest prefix of `tokens` that is cached and computed.
     pub(crate) fn longest_cached(&self, state: &State, tokens: Tokens) -> Vec<BlockId> {
-        let rows = 1..=tokens.len() / self.bounds.block_size;
-        let blocks =
-            rows.map_while(|row| self.find(state, tokens.first(row * self.bounds.block_size)));
+        let indices = 1..=tokens.len() / self.bounds.block_size;
+        let blocks = indices
+            .map_while(|index| self.find(state, tokens.first(index * self.bounds.block_size)));
         let is_ready = |block: &BlockId| state.pool.block(*block).is_ready();
         blocks.take_while(is_ready).collect()
     }
@@ -420,8 +413,8 @@ impl BlockLife {
 
     fn change(&self, state: &mut State, action: Action) -> Answer {
         match action {
-            Action::Create { slot, prompt } => {
-                state.sequences[slot] = Some(Sequence {
+            Action::Create { seq, prompt } => {
+                state.sequences[seq] = Some(Sequence {
                     tokens: prompt,
                     computed: 0,
                     planned: 0,
@@ -432,26 +425,26 @@ impl BlockLife {
                 });
             }
             Action::BeginStep => state.steps.push(Step::default()),
-            Action::Prefill { slot, max_tokens } => return self.prefill(state, slot, max_tokens),
-            Action::Decode { slot } => return self.decode(state, slot),
+            Action::Prefill { seq, max_tokens } => return self.prefill(state, seq, max_tokens),
+            Action::Decode { seq } => return self.decode(state, seq),
             Action::Commit { sampled } => return Answer::Merged(self.commit(state, sampled)),
             Action::Rollback => self.roll_back(state),
-            Action::Free { slot } => self.free(state, slot),
-            Action::Reset { slot } => {
-                self.shorten(state, slot, 0);
-                let sequence = state.at_mut(slot);
+            Action::Free { seq } => self.free(state, seq),
+            Action::Reset { seq } => {
+                self.shorten(state, seq, 0);
+                let sequence = state.at_mut(seq);
                 (sequence.computed, sequence.planned, sequence.registered) = (0, 0, 0);
             }
-            Action::Pin { slot } => {
-                let blocks = self.prefix_of(state, slot);
-                let tokens = state.at(slot).tokens;
+            Action::Pin { seq } => {
+                let blocks = self.prefix_of(state, seq);
+                let tokens = state.at(seq).tokens;
                 self.pin(state, blocks, tokens);
             }
             Action::MatchPrefix { tokens } => {
                 let blocks = self.longest_cached(state, tokens);
                 self.pin(state, blocks, tokens);
             }
-            Action::Attach { slot } => self.attach(state, slot),
+            Action::Attach { seq } => self.attach(state, seq),
             Action::Unpin => {
                 let pin = state.pin.take().expect("a pin");
                 for block in pin.blocks.into_iter().rev() {
@@ -459,7 +452,7 @@ impl BlockLife {
                 }
             }
             Action::Evict => state.pool.evict(),
-            Action::Reserve { slot } => return self.reserve(state, slot),
+            Action::Reserve { seq } => return self.reserve(state, seq),
             Action::Complete { blocks } => return Answer::Reused(self.complete(state, blocks)),
         }
         Answer::Done
@@ -473,12 +466,12 @@ impl BlockLife {
         state.pin = Some(Pin { tokens, blocks });
     }
 
-    fn attach(&self, state: &mut State, slot: usize) {
+    fn attach(&self, state: &mut State, seq: usize) {
         let Pin { tokens, blocks } = state.pin.clone().expect("a pin");
         for &block in &blocks {
             state.pool.hold(block);
         }
-        let sequence = state.at_mut(slot);
+        let sequence = state.at_mut(seq);
         sequence.registered = blocks.len();
         sequence.table = blocks;
         // The last token is computed in any case.
@@ -486,32 +479,32 @@ impl BlockLife {
         sequence.planned = sequence.computed;
     }
 
-    fn free(&self, state: &mut State, slot: usize) {
-        if !state.is_planned(slot) || self.flaw == Some(Flaw::FreesDuringStep) {
-            return self.end_sequence(state, slot);
+    fn free(&self, state: &mut State, seq: usize) {
+        if !state.is_planned(seq) || self.flaw == Some(Flaw::FreesDuringStep) {
+            return self.end_sequence(state, seq);
         }
         self.saw(Event::Dropped);
-        self.leave_transfer(state, slot);
-        state.at_mut(slot).dropped = true;
+        self.leave_transfer(state, seq);
+        state.at_mut(seq).dropped = true;
     }
 
     /// Ends a sequence that no step has any more.
-    pub(crate) fn end_sequence(&self, state: &mut State, slot: usize) {
-        self.leave_transfer(state, slot);
-        self.shorten(state, slot, 0);
-        state.sequences[slot] = None;
+    pub(crate) fn end_sequence(&self, state: &mut State, seq: usize) {
+        self.leave_transfer(state, seq);
+        self.shorten(state, seq, 0);
+        state.sequences[seq] = None;
     }
 
     /// A transfer goes on without the sequence that asked for it.
-    fn leave_transfer(&self, state: &mut State, slot: usize) {
+    fn leave_transfer(&self, state: &mut State, seq: usize) {
         if let Some(transfer) = &mut state.transfer {
-            transfer.owner = transfer.owner.filter(|&owner| owner != slot);
+            transfer.owner = transfer.owner.filter(|&owner| owner != seq);
         }
     }
 
-    /// Shortens a table to `rows` blocks, the last one first.
-    pub(crate) fn shorten(&self, state: &mut State, slot: usize, rows: usize) {
-        for block in state.at_mut(slot).table.split_off(rows).into_iter().rev() {
+    /// Shortens a table to `indices` blocks, the last one first.
+    pub(crate) fn shorten(&self, state: &mut State, seq: usize, indices: usize) {
+        for block in state.at_mut(seq).table.split_off(indices).into_iter().rev() {
             state.pool.release(block);
         }
     }
@@ -520,24 +513,24 @@ impl BlockLife {
 /// Transfers.
 impl BlockLife {
     /// The cached blocks after a sequence's position, and how many blocks after them can be loaded. `None`: nothing.
-    fn to_load(&self, state: &State, slot: usize) -> Option<(Vec<BlockId>, usize)> {
+    fn to_load(&self, state: &State, seq: usize) -> Option<(Vec<BlockId>, usize)> {
         let block_size = self.bounds.block_size;
-        let matched = self.match_ready(state, slot)?;
-        let sequence = state.at(slot);
+        let matched = self.match_ready(state, seq)?;
+        let sequence = state.at(seq);
         let from = sequence.registered + matched.len();
-        let is_missing = |row: &usize| {
-            let prefix = sequence.tokens.first((row + 1) * block_size);
+        let is_missing = |index: &usize| {
+            let prefix = sequence.tokens.first((index + 1) * block_size);
             self.find(state, prefix).is_none()
         };
-        let rows = (from..sequence.tokens.len() / block_size)
+        let indices = (from..sequence.tokens.len() / block_size)
             .take_while(is_missing)
             .count();
-        (rows > 0 && state.transfer.is_none()).then_some((matched, rows))
+        (indices > 0 && state.transfer.is_none()).then_some((matched, indices))
     }
 
     /// The cached and computed blocks after the block boundary that a sequence has reached.
-    fn match_ready(&self, state: &State, slot: usize) -> Option<Vec<BlockId>> {
-        let (sequence, block_size) = (state.at(slot), self.bounds.block_size);
+    fn match_ready(&self, state: &State, seq: usize) -> Option<Vec<BlockId>> {
+        let (sequence, block_size) = (state.at(seq), self.bounds.block_size);
         let registered = sequence.registered;
         if sequence.table.len() != registered || sequence.planned != registered * block_size {
             return None;
@@ -546,8 +539,8 @@ impl BlockLife {
         Some(cached.get(registered..).unwrap_or_default().to_vec())
     }
 
-    fn reserve(&self, state: &mut State, slot: usize) -> Answer {
-        let (matched, count) = self.to_load(state, slot).expect("something to load");
+    fn reserve(&self, state: &mut State, seq: usize) -> Answer {
+        let (matched, count) = self.to_load(state, seq).expect("something to load");
         let is_queued = |block: &&BlockId| state.pool.is_queued(**block);
         let needed = count + matched.iter().filter(is_queued).count();
         let available = state.pool.available();
@@ -555,7 +548,7 @@ impl BlockLife {
             self.saw(Event::NoRoom);
             return Answer::NoRoom { needed, available };
         }
-        let sequence = state.at(slot);
+        let sequence = state.at(seq);
         let held = [&sequence.table[..], &matched].concat();
         let (tokens, block_size) = (sequence.tokens, self.bounds.block_size);
         for &block in &held {
@@ -565,13 +558,13 @@ impl BlockLife {
         for _ in 0..count {
             blocks.push(state.pool.allocate_loading());
         }
-        for (row, &block) in (held.len()..).zip(&blocks) {
+        for (index, &block) in (held.len()..).zip(&blocks) {
             state
                 .pool
-                .store(block, tokens.first((row + 1) * block_size), None);
+                .store(block, tokens.first((index + 1) * block_size), None);
         }
         state.transfer = Some(Transfer {
-            owner: Some(slot),
+            owner: Some(seq),
             tokens: tokens.first((held.len() + count) * block_size),
             blocks: blocks.clone(),
             held,
@@ -595,9 +588,9 @@ impl BlockLife {
                 state.pool.forget(id);
             }
         }
-        let owner = transfer.owner.filter(|&slot| !state.is_planned(slot));
+        let owner = transfer.owner.filter(|&seq| !state.is_planned(seq));
         let reused = match owner {
-            Some(slot) if count > 0 => self.reuse_cached(state, slot),
+            Some(seq) if count > 0 => self.reuse_cached(state, seq),
             _ => 0,
         };
         self.saw(match transfer.owner {
@@ -612,15 +605,15 @@ impl BlockLife {
     }
 
     /// Puts the cached blocks after a sequence's position into its table. Returns how many tokens it reuses.
-    fn reuse_cached(&self, state: &mut State, slot: usize) -> usize {
-        let Some(matched) = self.match_ready(state, slot).filter(|of| !of.is_empty()) else {
+    fn reuse_cached(&self, state: &mut State, seq: usize) -> usize {
+        let Some(matched) = self.match_ready(state, seq).filter(|of| !of.is_empty()) else {
             return 0;
         };
         for &block in &matched {
             state.pool.hold(block);
         }
         let block_size = self.bounds.block_size;
-        let sequence = state.at_mut(slot);
+        let sequence = state.at_mut(seq);
         sequence.table.extend(&matched);
         sequence.registered += matched.len();
         let before = sequence.computed;

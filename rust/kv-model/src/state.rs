@@ -5,8 +5,8 @@ use std::hash::{Hash, Hasher};
 use crate::pool::{BlockId, Pool};
 use crate::tokens::Tokens;
 
-/// The two places for sequences.
-pub const SLOTS: usize = 2;
+/// How many sequences there are.
+pub const NUM_SEQUENCES: usize = 2;
 
 /// A sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct Sequence {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The sequence.
-    pub slot: usize,
+    pub seq: usize,
     /// First position that it computes.
     pub start: usize,
     /// Positions that it computes.
@@ -85,8 +85,8 @@ pub struct Transfer {
 pub struct State {
     /// The blocks.
     pub pool: Pool,
-    /// The sequences, by slot.
-    pub sequences: [Option<Sequence>; SLOTS],
+    /// The sequences, by number.
+    pub sequences: [Option<Sequence>; NUM_SEQUENCES],
     /// The open steps, oldest first.
     pub steps: Vec<Step>,
     /// The pin.
@@ -101,7 +101,7 @@ impl State {
     pub(crate) fn new(num_blocks: usize) -> Self {
         Self {
             pool: Pool::new(num_blocks),
-            sequences: [const { None }; SLOTS],
+            sequences: [const { None }; NUM_SEQUENCES],
             steps: Vec::new(),
             pin: None,
             transfer: None,
@@ -109,25 +109,25 @@ impl State {
         }
     }
 
-    /// The live sequences, with their slots.
+    /// The live sequences, with their numbers.
     pub fn live(&self) -> impl Iterator<Item = (usize, &Sequence)> {
-        let slots = self.sequences.iter().enumerate();
-        slots.filter_map(|(slot, sequence)| Some((slot, sequence.as_ref()?)))
+        let numbered = self.sequences.iter().enumerate();
+        numbered.filter_map(|(seq, sequence)| Some((seq, sequence.as_ref()?)))
     }
 
-    /// The sequence of a slot.
-    pub(crate) fn at(&self, slot: usize) -> &Sequence {
-        self.sequences[slot].as_ref().expect("a live sequence")
+    /// The sequence of a number.
+    pub(crate) fn at(&self, seq: usize) -> &Sequence {
+        self.sequences[seq].as_ref().expect("a live sequence")
     }
 
-    pub(crate) fn at_mut(&mut self, slot: usize) -> &mut Sequence {
-        self.sequences[slot].as_mut().expect("a live sequence")
+    pub(crate) fn at_mut(&mut self, seq: usize) -> &mut Sequence {
+        self.sequences[seq].as_mut().expect("a live sequence")
     }
 
     /// Whether an open step has the sequence.
-    pub fn is_planned(&self, slot: usize) -> bool {
+    pub fn is_planned(&self, seq: usize) -> bool {
         let mut entries = self.steps.iter().flat_map(|step| &step.entries);
-        entries.any(|entry| entry.slot == slot)
+        entries.any(|entry| entry.seq == seq)
     }
 
     /// Blocks in the order in which they occur in tables, steps, the pin and the queue.
@@ -203,7 +203,7 @@ impl Hash for State {
         for step in &self.steps {
             step.entries.len().hash(hasher);
             for entry in &step.entries {
-                (entry.slot, entry.start, entry.len, entry.write_from).hash(hasher);
+                (entry.seq, entry.start, entry.len, entry.write_from).hash(hasher);
                 (entry.samples, entry.preregistered, entry.before).hash(hasher);
                 names.hash(&entry.table, hasher);
             }

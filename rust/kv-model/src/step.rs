@@ -18,12 +18,12 @@ fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
 /// Planning.
 impl BlockLife {
     /// Plans known tokens: matches the cache first, then allocates for the rest.
-    pub(crate) fn prefill(&self, state: &mut State, slot: usize, max_tokens: usize) -> Answer {
+    pub(crate) fn prefill(&self, state: &mut State, seq: usize, max_tokens: usize) -> Answer {
         let block_size = self.bounds.block_size;
-        let sequence = state.at(slot);
+        let sequence = state.at(seq);
         let (tokens, planned, known) = (sequence.tokens, sequence.planned, sequence.tokens.len());
         let before = (sequence.table.len(), sequence.registered, planned);
-        let matched = self.find_match(state, slot);
+        let matched = self.find_match(state, seq);
         let is_loading = |&block: &BlockId| state.pool.block(block).is_loading;
         if matched.iter().any(is_loading) {
             self.saw(Event::Awaited);
@@ -37,10 +37,13 @@ impl BlockLife {
             cached_end.min(known - 1)
         };
         let len = chunk(start, known - start, max_tokens, block_size);
-        let (rows, has) = (self.rows(start + len), before.0 + matched.len());
+        let (indices, has) = (self.indices(start + len), before.0 + matched.len());
         let is_queued = |block: &&BlockId| state.pool.is_queued(**block);
         let revived = matched.iter().filter(is_queued).count();
-        let (needed, available) = (rows.saturating_sub(has) + revived, state.pool.available());
+        let (needed, available) = (
+            indices.saturating_sub(has) + revived,
+            state.pool.available(),
+        );
         if needed > available {
             self.saw(Event::NoRoom);
             return Answer::NoRoom { needed, available };
@@ -49,7 +52,7 @@ impl BlockLife {
         for &block in &matched {
             state.pool.hold(block);
         }
-        let sequence = state.at_mut(slot);
+        let sequence = state.at_mut(seq);
         sequence.registered += matched.len();
         sequence.table.extend(&matched);
         let registered = sequence.registered;
@@ -58,19 +61,19 @@ impl BlockLife {
         let is_new = registered >= start / block_size
             && first <= start + len
             && self.find(state, tokens.first(first)).is_none();
-        self.allocate(state, slot, rows);
+        self.allocate(state, seq, indices);
         let mut preregistered = 0;
         if is_new {
             let step = state.steps.len() as u8 - 1;
             let full = (start + len) / block_size;
             preregistered = full - registered;
-            self.store(state, slot, registered..full, Some(step));
+            self.store(state, seq, registered..full, Some(step));
         }
         let samples = start + len == known;
         self.enter(
             state,
             Entry {
-                slot,
+                seq,
                 start,
                 len,
                 write_from: registered * block_size,
@@ -88,13 +91,14 @@ impl BlockLife {
     }
 
     /// The cached blocks after the block boundary that a sequence has reached; also those that an open step computes.
-    fn find_match(&self, state: &State, slot: usize) -> Vec<BlockId> {
-        let (sequence, block_size) = (state.at(slot), self.bounds.block_size);
+    fn find_match(&self, state: &State, seq: usize) -> Vec<BlockId> {
+        let (sequence, block_size) = (state.at(seq), self.bounds.block_size);
         if sequence.planned != sequence.registered * block_size {
             return Vec::new();
         }
-        let rows = sequence.registered + 1..=sequence.tokens.len() / block_size;
-        rows.map_while(|row| self.find(state, sequence.tokens.first(row * block_size)))
+        let indices = sequence.registered + 1..=sequence.tokens.len() / block_size;
+        indices
+            .map_while(|index| self.find(state, sequence.tokens.first(index * block_size)))
             .collect()
     }
 
@@ -113,21 +117,21 @@ impl BlockLife {
     }
 
     /// Plans the last known or pending token.
-    pub(crate) fn decode(&self, state: &mut State, slot: usize) -> Answer {
-        let sequence = state.at(slot);
+    pub(crate) fn decode(&self, state: &mut State, seq: usize) -> Answer {
+        let sequence = state.at(seq);
         let (start, has, registered) =
             (sequence.planned, sequence.table.len(), sequence.registered);
-        let rows = self.rows(start + 1);
-        let (needed, available) = (rows.saturating_sub(has), state.pool.available());
+        let indices = self.indices(start + 1);
+        let (needed, available) = (indices.saturating_sub(has), state.pool.available());
         if needed > available {
             self.saw(Event::NoRoom);
             return Answer::NoRoom { needed, available };
         }
-        self.allocate(state, slot, rows);
+        self.allocate(state, seq, indices);
         self.enter(
             state,
             Entry {
-                slot,
+                seq,
                 start,
                 len: 1,
                 write_from: registered * self.bounds.block_size,
@@ -140,20 +144,20 @@ impl BlockLife {
         Answer::Done
     }
 
-    /// Allocates blocks until a table has `rows`.
-    fn allocate(&self, state: &mut State, slot: usize, rows: usize) {
-        while state.at(slot).table.len() < rows {
+    /// Allocates blocks until a table has `indices`.
+    fn allocate(&self, state: &mut State, seq: usize, indices: usize) {
+        while state.at(seq).table.len() < indices {
             if state.pool.free.is_empty() {
                 self.saw(Event::Evicted);
             }
             let block = state.pool.allocate();
-            state.at_mut(slot).table.push(block);
+            state.at_mut(seq).table.push(block);
         }
     }
 
     /// Adds an entry to the newest step.
     fn enter(&self, state: &mut State, mut entry: Entry) {
-        let sequence = state.at_mut(entry.slot);
+        let sequence = state.at_mut(entry.seq);
         sequence.planned = entry.start + entry.len;
         sequence.pending += usize::from(entry.samples);
         entry.table.clone_from(&sequence.table);
@@ -165,13 +169,13 @@ impl BlockLife {
     fn store(
         &self,
         state: &mut State,
-        slot: usize,
-        rows: std::ops::Range<usize>,
+        seq: usize,
+        indices: std::ops::Range<usize>,
         computed_in: Option<u8>,
     ) {
-        let (tokens, end) = (state.at(slot).tokens, rows.end);
-        for row in rows {
-            let prefix = tokens.first((row + 1) * self.bounds.block_size);
+        let (tokens, end) = (state.at(seq).tokens, indices.end);
+        for index in indices {
+            let prefix = tokens.first((index + 1) * self.bounds.block_size);
             if state
                 .pool
                 .find(|cached| self.equal_blocks(cached, prefix))
@@ -179,10 +183,10 @@ impl BlockLife {
             {
                 self.saw(Event::OtherParent);
             }
-            let block = state.at(slot).table[row];
+            let block = state.at(seq).table[index];
             state.pool.store(block, prefix, computed_in);
         }
-        state.at_mut(slot).registered = end;
+        state.at_mut(seq).registered = end;
     }
 }
 
@@ -195,8 +199,8 @@ impl BlockLife {
         state.pool.close_oldest_step();
         let (mut sampled, mut dropped, mut remappings) = (sampled.iter(), vec![], vec![]);
         for entry in &step.entries {
-            let is_last = !state.is_planned(entry.slot);
-            let sequence = state.at_mut(entry.slot);
+            let is_last = !state.is_planned(entry.seq);
+            let sequence = state.at_mut(entry.seq);
             sequence.computed = entry.start + entry.len;
             if entry.samples {
                 sequence.pending -= 1;
@@ -204,12 +208,12 @@ impl BlockLife {
                 sequence.tokens.push(token);
             }
             if sequence.dropped && is_last {
-                dropped.push(entry.slot);
+                dropped.push(entry.seq);
             }
-            self.register_full(state, entry.slot, &mut remappings);
+            self.register_full(state, entry.seq, &mut remappings);
         }
-        for slot in dropped {
-            self.end_sequence(state, slot);
+        for seq in dropped {
+            self.end_sequence(state, seq);
         }
         for block in step.pinned {
             state.pool.unpin_for_step(block);
@@ -225,14 +229,14 @@ impl BlockLife {
             (block, position % block_size)
         };
         for entry in &step.entries {
-            let tokens = state.at(entry.slot).tokens;
+            let tokens = state.at(entry.seq).tokens;
             for position in entry.start.max(entry.write_from)..entry.start + entry.len {
                 let (block, offset) = place(entry, position);
                 state.pool.blocks[block].kv[offset] = Some(tokens.first(position + 1));
             }
         }
         step.entries.iter().all(|entry| {
-            let tokens = state.at(entry.slot).tokens;
+            let tokens = state.at(entry.seq).tokens;
             (0..entry.start + entry.len).all(|position| {
                 let (block, offset) = place(entry, position);
                 state.pool.blocks[block].kv[offset] == Some(tokens.first(position + 1))
@@ -241,14 +245,14 @@ impl BlockLife {
     }
 
     /// Caches the blocks of a sequence that became full, or merges them into those that were cached first.
-    fn register_full(&self, state: &mut State, slot: usize, remappings: &mut Vec<Remapping>) {
-        let sequence = state.at(slot);
+    fn register_full(&self, state: &mut State, seq: usize, remappings: &mut Vec<Remapping>) {
+        let sequence = state.at(seq);
         let (tokens, full) = (sequence.tokens, sequence.computed / self.bounds.block_size);
-        for row in sequence.registered..full {
-            let prefix = tokens.first((row + 1) * self.bounds.block_size);
+        for index in sequence.registered..full {
+            let prefix = tokens.first((index + 1) * self.bounds.block_size);
             let Some(first) = self.find(state, prefix) else {
                 self.saw(Event::Inserted);
-                return self.store(state, slot, row..full, None);
+                return self.store(state, seq, index..full, None);
             };
             // An open step is to compute it, and may yet be rolled back; or the transfer may yet fail.
             let block = state.pool.block(first);
@@ -259,8 +263,8 @@ impl BlockLife {
                 });
                 return;
             }
-            self.merge(state, (slot, row), first, remappings);
-            state.at_mut(slot).registered = row + 1;
+            self.merge(state, seq, index, first, remappings);
+            state.at_mut(seq).registered = index + 1;
         }
     }
 
@@ -268,20 +272,21 @@ impl BlockLife {
     fn merge(
         &self,
         state: &mut State,
-        (slot, row): (usize, usize),
+        seq: usize,
+        index: usize,
         first: BlockId,
         remappings: &mut Vec<Remapping>,
     ) {
-        let own = state.at(slot).table[row];
+        let own = state.at(seq).table[index];
         if state.pool.is_queued(first) {
-            return self.take_over(state, (slot, row), first);
+            return self.take_over(state, seq, index, first);
         }
         self.saw(Event::Remapped);
         state.pool.hold(first);
-        state.at_mut(slot).table[row] = first;
+        state.at_mut(seq).table[index] = first;
         remappings.push(Remapping {
-            slot,
-            index: row,
+            seq,
+            index,
             old_block: own,
             new_block: first,
         });
@@ -299,11 +304,11 @@ impl BlockLife {
     }
 
     /// The prefix is on an evictable block: the new one takes its place, and the old one is free.
-    fn take_over(&self, state: &mut State, (slot, row): (usize, usize), evictable: BlockId) {
+    fn take_over(&self, state: &mut State, seq: usize, index: usize, evictable: BlockId) {
         self.saw(Event::TakenOver);
-        let own = state.at(slot).table[row];
+        let own = state.at(seq).table[index];
         if self.flaw == Some(Flaw::MergesIntoEvictable) {
-            state.at_mut(slot).table[row] = evictable;
+            state.at_mut(seq).table[index] = evictable;
             state.pool.block_mut(evictable).seq_refs += 1;
             return state.pool.release(own);
         }
@@ -334,8 +339,8 @@ impl BlockLife {
         if entry.preregistered > 0 {
             self.saw(Event::RolledBack);
         }
-        for row in (registered + matched..registered + matched + entry.preregistered).rev() {
-            let block = state.at(entry.slot).table[row];
+        for index in (registered + matched..registered + matched + entry.preregistered).rev() {
+            let block = state.at(entry.seq).table[index];
             match self.flaw {
                 Some(Flaw::KeepsRolledBack) => state.pool.block_mut(block).computed_in = None,
                 _ => state.pool.forget(block),
@@ -343,14 +348,14 @@ impl BlockLife {
         }
         // Without either, the commit of the step before may have registered blocks meanwhile.
         if matched + entry.preregistered > 0 {
-            state.at_mut(entry.slot).registered = registered;
+            state.at_mut(entry.seq).registered = registered;
         }
-        self.shorten(state, entry.slot, blocks);
-        let sequence = state.at_mut(entry.slot);
+        self.shorten(state, entry.seq, blocks);
+        let sequence = state.at_mut(entry.seq);
         sequence.planned = planned;
         sequence.pending -= usize::from(entry.samples);
-        if sequence.dropped && !state.is_planned(entry.slot) {
-            self.end_sequence(state, entry.slot);
+        if sequence.dropped && !state.is_planned(entry.seq) {
+            self.end_sequence(state, entry.seq);
         }
     }
 }

@@ -1,15 +1,15 @@
 //! A hash table for changes that come in batches.
 //!
-//! Entries are in one array in order of arrival: those of a batch are neighbours. Slots of eight bytes
+//! Entries are in one array in order of arrival: those of a batch are neighbours. Buckets of eight bytes
 //! point to them, by linear probing from the low bits of the hash (insertion and removal: Knuth, The Art
-//! of Computer Programming 3, 6.4, algorithms L and R). Keys are hashes already. With entries in the slots
+//! of Computer Programming 3, 6.4, algorithms L and R). Keys are hashes already. With entries in the buckets
 //! themselves, or in the standard library's map, each change of 10,000,000 entries reads another page of
 //! half a gigabyte: twice the time.
 
 /// The chained hash of a block.
 pub type BlockHash = u128;
 
-const MIN_SLOTS: usize = 16;
+const MIN_BUCKETS: usize = 16;
 const NONE: u32 = u32::MAX;
 
 /// A value of a table. An entry with an empty value is removed.
@@ -22,14 +22,14 @@ struct Entry<T> {
     value: T,
 }
 
-/// The low bits of a hash and the position of its entry, `NONE` for an empty slot.
+/// The low bits of a hash and the position of its entry, `NONE` for an empty bucket.
 #[derive(Clone, Copy)]
-struct Slot {
+struct Bucket {
     low: u32,
     entry: u32,
 }
 
-const EMPTY: Slot = Slot {
+const EMPTY: Bucket = Bucket {
     low: 0,
     entry: NONE,
 };
@@ -37,7 +37,7 @@ const EMPTY: Slot = Slot {
 /// Values by block hash; 2^32 - 1 of them at most.
 pub(crate) struct HashTable<T> {
     /// A power of two of them, at least half of them empty: probes are short, and branches predictable.
-    slots: Vec<Slot>,
+    buckets: Vec<Bucket>,
     entries: Vec<Entry<T>>,
     /// Positions of entries that were removed.
     free: Vec<u32>,
@@ -46,7 +46,7 @@ pub(crate) struct HashTable<T> {
 impl<T: Value> Default for HashTable<T> {
     fn default() -> Self {
         Self {
-            slots: vec![EMPTY; MIN_SLOTS],
+            buckets: vec![EMPTY; MIN_BUCKETS],
             entries: Vec::new(),
             free: Vec::new(),
         }
@@ -60,7 +60,7 @@ impl<T: Value> HashTable<T> {
 
     #[cfg(test)]
     pub(crate) fn capacity(&self) -> usize {
-        self.slots.len().min(self.entries.capacity())
+        self.buckets.len().min(self.entries.capacity())
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockHash, &T)> {
@@ -69,17 +69,17 @@ impl<T: Value> HashTable<T> {
     }
 
     pub(crate) fn get(&self, hash: BlockHash) -> Option<&T> {
-        let slot = self.slots[self.find(hash)];
-        (slot.entry != NONE).then(|| &self.entries[slot.entry as usize].value)
+        let bucket = self.buckets[self.find(hash)];
+        (bucket.entry != NONE).then(|| &self.entries[bucket.entry as usize].value)
     }
 
     /// Reads the memory that `change` of these hashes will read, so that their cache misses overlap.
     pub(crate) fn touch(&self, hashes: impl Iterator<Item = BlockHash>) {
         let mut seen = 0;
         for hash in hashes {
-            let slot = self.slots[self.home(hash as u32)];
-            if slot.low == hash as u32 && slot.entry != NONE {
-                seen ^= self.entries[slot.entry as usize].hash;
+            let bucket = self.buckets[self.home(hash as u32)];
+            if bucket.low == hash as u32 && bucket.entry != NONE {
+                seen ^= self.entries[bucket.entry as usize].hash;
             }
         }
         std::hint::black_box(seen);
@@ -88,7 +88,7 @@ impl<T: Value> HashTable<T> {
     /// Changes the value of a hash, which is the default for a new one.
     pub(crate) fn change(&mut self, hash: BlockHash, change: impl FnOnce(&mut T)) {
         let at = self.find(hash);
-        let position = self.slots[at].entry;
+        let position = self.buckets[at].entry;
         if position != NONE {
             let value = &mut self.entries[position as usize].value;
             change(value);
@@ -101,12 +101,12 @@ impl<T: Value> HashTable<T> {
         let mut value = T::default();
         change(&mut value);
         if !value.is_empty() {
-            self.slots[at] = Slot {
+            self.buckets[at] = Bucket {
                 low: hash as u32,
                 entry: self.put(Entry { hash, value }),
             };
-            if 2 * self.len() > self.slots.len() {
-                self.rebuild(2 * self.slots.len());
+            if 2 * self.len() > self.buckets.len() {
+                self.rebuild(2 * self.buckets.len());
             }
         }
     }
@@ -132,20 +132,20 @@ impl<T: Value> HashTable<T> {
     }
 
     fn home(&self, low: u32) -> usize {
-        low as usize & (self.slots.len() - 1)
+        low as usize & (self.buckets.len() - 1)
     }
 
     fn next(&self, at: usize) -> usize {
-        (at + 1) & (self.slots.len() - 1)
+        (at + 1) & (self.buckets.len() - 1)
     }
 
-    /// The slot of a hash, or the empty slot for it.
+    /// The bucket of a hash, or the empty bucket for it.
     fn find(&self, hash: BlockHash) -> usize {
         let mut at = self.home(hash as u32);
         loop {
-            let slot = self.slots[at];
-            let is_match = || self.entries[slot.entry as usize].hash == hash;
-            if slot.entry == NONE || slot.low == hash as u32 && is_match() {
+            let bucket = self.buckets[at];
+            let is_match = || self.entries[bucket.entry as usize].hash == hash;
+            if bucket.entry == NONE || bucket.low == hash as u32 && is_match() {
                 return at;
             }
             at = self.next(at);
@@ -162,30 +162,30 @@ impl<T: Value> HashTable<T> {
         self.entries.len() as u32 - 1
     }
 
-    /// Empties a slot; moves up the slots after it that would not be found otherwise.
+    /// Empties a bucket; moves up the buckets after it that would not be found otherwise.
     fn close_gap(&mut self, mut gap: usize) {
-        let mask = self.slots.len() - 1;
+        let mask = self.buckets.len() - 1;
         let distance = |from: usize, to: usize| to.wrapping_sub(from) & mask;
         let mut at = self.next(gap);
-        while self.slots[at].entry != NONE {
-            if distance(self.home(self.slots[at].low), at) >= distance(gap, at) {
-                self.slots[gap] = self.slots[at];
+        while self.buckets[at].entry != NONE {
+            if distance(self.home(self.buckets[at].low), at) >= distance(gap, at) {
+                self.buckets[gap] = self.buckets[at];
                 gap = at;
             }
             at = self.next(at);
         }
-        self.slots[gap] = EMPTY;
+        self.buckets[gap] = EMPTY;
     }
 
-    /// Rebuilds the slots, `count` of them.
+    /// Rebuilds the buckets, `count` of them.
     fn rebuild(&mut self, count: usize) {
-        for slot in std::mem::replace(&mut self.slots, vec![EMPTY; count]) {
-            if slot.entry != NONE {
-                let mut at = self.home(slot.low);
-                while self.slots[at].entry != NONE {
+        for bucket in std::mem::replace(&mut self.buckets, vec![EMPTY; count]) {
+            if bucket.entry != NONE {
+                let mut at = self.home(bucket.low);
+                while self.buckets[at].entry != NONE {
                     at = self.next(at);
                 }
-                self.slots[at] = slot;
+                self.buckets[at] = bucket;
             }
         }
     }
@@ -193,7 +193,7 @@ impl<T: Value> HashTable<T> {
     /// Releases memory beyond twice what the entries need.
     fn shrink(&mut self) {
         let old = std::mem::take(self);
-        self.rebuild((2 * old.len()).next_power_of_two().max(MIN_SLOTS));
+        self.rebuild((2 * old.len()).next_power_of_two().max(MIN_BUCKETS));
         for entry in old
             .entries
             .into_iter()
@@ -219,9 +219,9 @@ mod tests {
     }
 
     proptest! {
-        /// Many hashes have the same home slot, also at the end of the array.
+        /// Many hashes have the same home bucket, also at the end of the array.
         #[test]
-        fn it_is_a_map_for_any_home_slots(
+        fn it_is_a_map_for_any_home_buckets(
             steps in prop::collection::vec((0..24_u128, 0..4_u8, 0..40_u8), 1..300),
         ) {
             let mut table = HashTable::<u8>::default();

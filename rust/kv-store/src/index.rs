@@ -16,9 +16,9 @@ use crate::usage::{Amount, FingerprintUsage, Usage};
 /// Bytes of memory that an entry takes in the index, with its share of tables.
 pub const INDEX_BYTES_PER_ENTRY: usize = 128;
 
-/// Index of an entry's slot.
+/// Index of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct SlotId(u32);
+pub(crate) struct EntryId(u32);
 
 /// Where an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ enum State {
     Condemned,
 }
 
-struct Slot {
+struct Entry {
     key: BlockKey,
     fingerprint: u16,
     state: State,
@@ -60,7 +60,7 @@ pub(crate) struct Segment {
     pub(crate) is_condemned: bool,
     /// Its files are not there any more, or are those of another folder.
     pub(crate) is_forgotten: bool,
-    slots: Vec<SlotId>,
+    entries: Vec<EntryId>,
     live: u64,
     use_sum: u64, // over live entries
     readers: u32,
@@ -68,9 +68,9 @@ pub(crate) struct Segment {
 
 #[derive(Default)]
 pub(crate) struct Index {
-    slots: Vec<Slot>,
-    free: Vec<SlotId>,
-    table: HashTable<SlotId>,
+    entries: Vec<Entry>,
+    free: Vec<EntryId>,
+    table: HashTable<EntryId>,
     hasher: RandomState,
     pub(crate) segments: BTreeMap<u32, Segment>,
     fingerprints: Vec<Fingerprint>,
@@ -97,39 +97,39 @@ impl Index {
             .sum()
     }
 
-    pub(crate) fn find(&self, key: &BlockKey) -> Option<SlotId> {
+    pub(crate) fn find(&self, key: &BlockKey) -> Option<EntryId> {
         let hash = self.hasher.hash_one(key);
         self.table
-            .find(hash, |&id| self.slot(id).key == *key)
+            .find(hash, |&id| self.entry(id).key == *key)
             .copied()
     }
 
-    pub(crate) fn is_readable(&self, id: SlotId) -> bool {
-        self.slot(id).state == State::Readable
+    pub(crate) fn is_readable(&self, id: EntryId) -> bool {
+        self.entry(id).state == State::Readable
     }
 
-    pub(crate) fn place(&self, id: SlotId) -> Place {
-        self.slot(id).place
+    pub(crate) fn place(&self, id: EntryId) -> Place {
+        self.entry(id).place
     }
 
-    pub(crate) fn key(&self, id: SlotId) -> BlockKey {
-        self.slot(id).key
+    pub(crate) fn key(&self, id: EntryId) -> BlockKey {
+        self.entry(id).key
     }
 
-    pub(crate) fn fingerprint(&self, id: SlotId) -> Fingerprint {
-        self.fingerprints[usize::from(self.slot(id).fingerprint)]
+    pub(crate) fn fingerprint(&self, id: EntryId) -> Fingerprint {
+        self.fingerprints[usize::from(self.entry(id).fingerprint)]
     }
 
-    pub(crate) fn written(&self, id: SlotId) -> u64 {
-        self.slot(id).written
+    pub(crate) fn written(&self, id: EntryId) -> u64 {
+        self.entry(id).written
     }
 
     /// Readable entries, in no order that matters.
-    pub(crate) fn readable(&self) -> impl Iterator<Item = SlotId> {
-        let readable = |(id, slot): (usize, &Slot)| {
-            (slot.state == State::Readable).then_some(SlotId(id as u32))
+    pub(crate) fn readable(&self) -> impl Iterator<Item = EntryId> {
+        let readable = |(id, entry): (usize, &Entry)| {
+            (entry.state == State::Readable).then_some(EntryId(id as u32))
         };
-        self.slots.iter().enumerate().filter_map(readable)
+        self.entries.iter().enumerate().filter_map(readable)
     }
 
     /// Registers an entry that is to be written. `None` if there are 65,536 fingerprints already.
@@ -139,7 +139,7 @@ impl Index {
         fingerprint: Fingerprint,
         header_len: u32,
         payload_len: u64,
-    ) -> Option<SlotId> {
+    ) -> Option<EntryId> {
         debug_assert!(self.find(&key).is_none());
         let fingerprint = self.intern(fingerprint)?;
         let place = Place {
@@ -148,7 +148,7 @@ impl Index {
             header_len,
             payload_len,
         };
-        let slot = Slot {
+        let entry = Entry {
             key,
             fingerprint,
             state: State::Writing,
@@ -157,31 +157,32 @@ impl Index {
             used: 0,
             written: 0,
         };
-        let id = self.allocate(slot);
+        let id = self.allocate(entry);
         self.count(id, true);
         self.table
             .insert_unique(self.hasher.hash_one(key), id, |&id| {
-                self.hasher.hash_one(self.slots[id.0 as usize].key)
+                self.hasher.hash_one(self.entries[id.0 as usize].key)
             });
         Some(id)
     }
 
     /// Forgets an entry whose write failed.
-    pub(crate) fn fail_write(&mut self, id: SlotId) {
-        debug_assert_eq!(self.slot(id).state, State::Writing);
+    pub(crate) fn fail_write(&mut self, id: EntryId) {
+        debug_assert_eq!(self.entry(id).state, State::Writing);
         self.unlink(id);
         self.count(id, false);
         self.release(id);
     }
 
     /// Makes a written entry readable.
-    pub(crate) fn publish(&mut self, id: SlotId, place: Place, written: u64) {
-        debug_assert_eq!(self.slot(id).state, State::Writing);
+    pub(crate) fn publish(&mut self, id: EntryId, place: Place, written: u64) {
+        debug_assert_eq!(self.entry(id).state, State::Writing);
         self.count(id, false);
         self.clock += 1;
         let used = self.clock;
-        let slot = self.slot_mut(id);
-        (slot.state, slot.place, slot.written, slot.used) = (State::Readable, place, written, used);
+        let entry = self.entry_mut(id);
+        (entry.state, entry.place, entry.written, entry.used) =
+            (State::Readable, place, written, used);
         self.count(id, true);
         self.attach(id, place);
         let segment = self.segment_mut(place.segment);
@@ -193,50 +194,50 @@ impl Index {
     }
 
     /// Starts reading an entry: its bytes stay until [`end_read`](Self::end_read).
-    pub(crate) fn begin_read(&mut self, id: SlotId) -> Place {
-        debug_assert_eq!(self.slot(id).state, State::Readable);
+    pub(crate) fn begin_read(&mut self, id: EntryId) -> Place {
+        debug_assert_eq!(self.entry(id).state, State::Readable);
         self.count(id, false);
-        self.slot_mut(id).readers += 1;
+        self.entry_mut(id).readers += 1;
         self.count(id, true);
-        let place = self.slot(id).place;
+        let place = self.entry(id).place;
         self.segment_mut(place.segment).readers += 1;
         place
     }
 
     /// Ends reading an entry that was at `place` when reading began.
-    pub(crate) fn end_read(&mut self, id: SlotId, place: Place) {
+    pub(crate) fn end_read(&mut self, id: EntryId, place: Place) {
         self.count(id, false);
-        self.slot_mut(id).readers -= 1;
+        self.entry_mut(id).readers -= 1;
         self.count(id, true);
         self.segment_mut(place.segment).readers -= 1;
-        let now = self.slot(id).place.segment;
+        let now = self.entry(id).place.segment;
         if now != place.segment {
             self.segment_mut(now).readers -= 1;
         }
     }
 
     /// Marks a readable entry as used now.
-    pub(crate) fn touch(&mut self, id: SlotId) {
-        if self.slot(id).state != State::Readable {
+    pub(crate) fn touch(&mut self, id: EntryId) {
+        if self.entry(id).state != State::Readable {
             return;
         }
         self.clock += 1;
-        let (used, place) = (self.slot(id).used, self.slot(id).place);
+        let (used, place) = (self.entry(id).used, self.entry(id).place);
         let clock = self.clock;
-        self.slot_mut(id).used = clock;
+        self.entry_mut(id).used = clock;
         self.segment_mut(place.segment).use_sum += clock - used;
     }
 
     /// Drops a readable entry; its bytes stay until its segment is removed.
-    pub(crate) fn condemn(&mut self, id: SlotId) {
-        if self.slot(id).state != State::Readable {
+    pub(crate) fn condemn(&mut self, id: EntryId) {
+        if self.entry(id).state != State::Readable {
             return;
         }
         self.unlink(id);
         self.count(id, false);
-        self.slot_mut(id).state = State::Condemned;
+        self.entry_mut(id).state = State::Condemned;
         self.count(id, true);
-        let (used, place) = (self.slot(id).used, self.slot(id).place);
+        let (used, place) = (self.entry(id).used, self.entry(id).place);
         let segment = self.segment_mut(place.segment);
         segment.live -= 1;
         segment.use_sum -= used;
@@ -244,11 +245,11 @@ impl Index {
 
     /// Moves an entry to the copy that was made of it. The bytes at its old place are condemned.
     /// If it was dropped meanwhile, the copy is condemned instead.
-    pub(crate) fn relocate(&mut self, id: SlotId, from: Place, to: Place) {
-        let is_same = self.slot(id).state == State::Readable && self.slot(id).place == from;
-        let (key, fingerprint) = (self.slot(id).key, self.slot(id).fingerprint);
+    pub(crate) fn relocate(&mut self, id: EntryId, from: Place, to: Place) {
+        let is_same = self.entry(id).state == State::Readable && self.entry(id).place == from;
+        let (key, fingerprint) = (self.entry(id).key, self.entry(id).fingerprint);
         let left = if is_same { from } else { to };
-        let slot = Slot {
+        let entry = Entry {
             key,
             fingerprint,
             state: State::Condemned,
@@ -257,22 +258,22 @@ impl Index {
             used: 0,
             written: 0,
         };
-        let ghost = self.allocate(slot);
+        let ghost = self.allocate(entry);
         self.count(ghost, true);
         if !is_same {
             return self.attach(ghost, to);
         }
-        let (used, readers) = (self.slot(id).used, self.slot(id).readers);
+        let (used, readers) = (self.entry(id).used, self.entry(id).readers);
         let old = self.segment_mut(from.segment);
         old.live -= 1;
         old.use_sum -= used;
         let position = old
-            .slots
+            .entries
             .iter()
-            .position(|&slot| slot == id)
+            .position(|&entry| entry == id)
             .expect("an entry is in its segment");
-        old.slots[position] = ghost;
-        self.slot_mut(id).place = to;
+        old.entries[position] = ghost;
+        self.entry_mut(id).place = to;
         self.attach(id, to);
         let new = self.segment_mut(to.segment);
         new.live += 1;
@@ -292,11 +293,11 @@ impl Index {
         };
         let mut all: Vec<_> = self.fingerprints.iter().map(unused).collect();
         for id in self.readable() {
-            let slot = self.slot(id);
-            let usage = &mut all[usize::from(slot.fingerprint)];
+            let entry = self.entry(id);
+            let usage = &mut all[usize::from(entry.fingerprint)];
             usage.amount.entries += 1;
-            usage.amount.bytes += slot.place.bytes();
-            usage.last_written = usage.last_written.max(slot.written);
+            usage.amount.bytes += entry.place.bytes();
+            usage.last_written = usage.last_written.max(entry.written);
         }
         all.retain(|usage| usage.amount.entries > 0);
         all.sort_by_key(|usage| (Reverse(usage.amount.bytes), usage.fingerprint));
@@ -316,43 +317,43 @@ impl Index {
         Some(index)
     }
 
-    fn slot(&self, id: SlotId) -> &Slot {
-        &self.slots[id.0 as usize]
+    fn entry(&self, id: EntryId) -> &Entry {
+        &self.entries[id.0 as usize]
     }
 
-    fn slot_mut(&mut self, id: SlotId) -> &mut Slot {
-        &mut self.slots[id.0 as usize]
+    fn entry_mut(&mut self, id: EntryId) -> &mut Entry {
+        &mut self.entries[id.0 as usize]
     }
 
     pub(crate) fn segment_mut(&mut self, id: u32) -> &mut Segment {
         self.segments.get_mut(&id).expect("a segment that exists")
     }
 
-    fn allocate(&mut self, slot: Slot) -> SlotId {
+    fn allocate(&mut self, entry: Entry) -> EntryId {
         if let Some(id) = self.free.pop() {
-            *self.slot_mut(id) = slot;
+            *self.entry_mut(id) = entry;
             return id;
         }
-        self.slots.push(slot);
-        SlotId((self.slots.len() - 1) as u32)
+        self.entries.push(entry);
+        EntryId((self.entries.len() - 1) as u32)
     }
 
-    fn release(&mut self, id: SlotId) {
-        debug_assert_eq!(self.slot(id).readers, 0);
-        self.slot_mut(id).state = State::Free;
+    fn release(&mut self, id: EntryId) {
+        debug_assert_eq!(self.entry(id).readers, 0);
+        self.entry_mut(id).state = State::Free;
         self.free.push(id);
     }
 
-    fn attach(&mut self, id: SlotId, place: Place) {
+    fn attach(&mut self, id: EntryId, place: Place) {
         let segment = self.segment_mut(place.segment);
         debug_assert_eq!(segment.data_end, place.offset);
-        segment.slots.push(id);
+        segment.entries.push(id);
         segment.data_end += place.bytes();
         segment.index_end += RECORD as u64;
     }
 
-    fn unlink(&mut self, id: SlotId) {
-        let hash = self.hasher.hash_one(self.slot(id).key);
+    fn unlink(&mut self, id: EntryId) {
+        let hash = self.hasher.hash_one(self.entry(id).key);
         let entry = self
             .table
             .find_entry(hash, |&other| other == id)
@@ -360,12 +361,12 @@ impl Index {
         entry.remove();
     }
 
-    fn count(&mut self, id: SlotId, is_added: bool) {
-        let bytes = self.slot(id).place.bytes();
+    fn count(&mut self, id: EntryId, is_added: bool) {
+        let bytes = self.entry(id).place.bytes();
         let amount = amount_of(
             &mut self.usage,
-            self.slots[id.0 as usize].state,
-            self.slots[id.0 as usize].readers,
+            self.entries[id.0 as usize].state,
+            self.entries[id.0 as usize].readers,
         );
         for amount in [Some(&mut self.total), amount].into_iter().flatten() {
             if is_added {

@@ -223,11 +223,11 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
             RecordKind::Dropped => {
                 known.index_end += RECORD as u64;
                 dropped.insert(record.offset);
-                let slot = index
+                let entry = index
                     .find(&record.key)
-                    .filter(|&slot| index.is_readable(slot));
-                if let Some(slot) = slot.filter(|&slot| index.place(slot) == place) {
-                    index.condemn(slot);
+                    .filter(|&entry| index.is_readable(entry));
+                if let Some(entry) = entry.filter(|&entry| index.place(entry) == place) {
+                    index.condemn(entry);
                 }
             }
             RecordKind::Stored => {
@@ -239,10 +239,10 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
                     break;
                 }
                 // The same entry in an earlier segment was copied, or damaged and stored again.
-                if let Some(slot) = index.find(&record.key) {
-                    index.condemn(slot);
+                if let Some(entry) = index.find(&record.key) {
+                    index.condemn(entry);
                 }
-                let Some(slot) = index.begin_write(
+                let Some(entry) = index.begin_write(
                     record.key,
                     record.fingerprint,
                     record.header_len,
@@ -250,7 +250,7 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
                 ) else {
                     break;
                 };
-                index.publish(slot, place, record.written);
+                index.publish(entry, place, record.written);
             }
         }
     }

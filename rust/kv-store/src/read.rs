@@ -7,7 +7,7 @@ use crate::disk::{DiskFile, read_exact};
 use crate::error::{Get, LengthMismatch, Notice};
 use crate::folder::is_device_error;
 use crate::format::{FileKind, Header, Record, RecordKind};
-use crate::index::{Place, SlotId};
+use crate::index::{EntryId, Place};
 use crate::key::{Block, BlockKey, Fingerprint};
 use crate::state::{Shared, State, Work};
 
@@ -51,18 +51,18 @@ impl Shared {
         let found = state
             .index
             .find(&key)
-            .filter(|&slot| state.index.is_readable(slot));
+            .filter(|&entry| state.index.is_readable(entry));
         let answer = match found {
             _ if state.look_for_stall(self.config.stall_after) => Get::Failed,
             None => Get::Miss,
-            Some(slot) => {
-                let place = state.index.begin_read(slot);
+            Some(entry) => {
+                let place = state.index.begin_read(entry);
                 drop(state);
                 let result = self.read_payload(block, key, place, given, buffers);
                 state = self.lock();
-                let answer = self.end_read(&mut state, slot, place, result)?;
+                let answer = self.end_read(&mut state, entry, place, result)?;
                 if answer == Get::Hit {
-                    state.index.touch(slot);
+                    state.index.touch(entry);
                 }
                 answer
             }
@@ -125,11 +125,11 @@ impl Shared {
     fn end_read(
         &self,
         state: &mut State,
-        slot: SlotId,
+        entry: EntryId,
         place: Place,
         result: Result<(), Fault>,
     ) -> Result<Get, LengthMismatch> {
-        state.index.end_read(slot, place);
+        state.index.end_read(entry, place);
         let answer = match result {
             Ok(()) => Ok(Get::Hit),
             Err(Fault::Length(mismatch)) => Err(mismatch),
@@ -139,11 +139,11 @@ impl Shared {
             }
             Err(Fault::Damaged(how)) => {
                 state.counters.damaged += 1;
-                let (key, fingerprint) = (state.index.key(slot), state.index.fingerprint(slot));
+                let (key, fingerprint) = (state.index.key(entry), state.index.fingerprint(entry));
                 state.notify(Notice::Damaged(format!("entry {key} {how}")));
                 // The entry may have been relocated meanwhile: only the place that was read is damaged.
-                if state.index.is_readable(slot) && state.index.place(slot) == place {
-                    state.index.condemn(slot);
+                if state.index.is_readable(entry) && state.index.place(entry) == place {
+                    state.index.condemn(entry);
                     let record = dropped(key, fingerprint, place);
                     self.enqueue(state, Work::Tombstone(place.segment, record));
                 }
@@ -156,8 +156,8 @@ impl Shared {
                     let lost = state.index.condemn_segment(place.segment);
                     state.counters.lost += lost as u64;
                 } else if is_device_error(&error) {
-                    state.counters.lost += u64::from(state.index.is_readable(slot));
-                    state.index.condemn(slot);
+                    state.counters.lost += u64::from(state.index.is_readable(entry));
+                    state.index.condemn(entry);
                 }
                 Ok(Get::Failed)
             }
@@ -174,16 +174,16 @@ impl Shared {
     }
 
     /// Reads an entry without knowing its block; drops it if it is damaged. True if it is whole.
-    pub(crate) fn verify_entry(&self, slot: SlotId, key: BlockKey) -> Option<bool> {
+    pub(crate) fn verify_entry(&self, entry: EntryId, key: BlockKey) -> Option<bool> {
         let mut state = self.lock();
-        if state.index.find(&key) != Some(slot) || !state.index.is_readable(slot) {
+        if state.index.find(&key) != Some(entry) || !state.index.is_readable(entry) {
             return None; // dropped meanwhile
         }
-        let place = state.index.begin_read(slot);
+        let place = state.index.begin_read(entry);
         drop(state);
         let result = self.read_unknown(key, place);
         let is_whole = result.is_ok();
-        let _ = self.end_read(&mut self.lock(), slot, place, result);
+        let _ = self.end_read(&mut self.lock(), entry, place, result);
         Some(is_whole)
     }
 

@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::disk::Disk;
 use crate::error::{DropReason, Notice};
 use crate::format::{Record, Sealer};
-use crate::index::{Index, SlotId};
+use crate::index::{EntryId, Index};
 use crate::key::{Block, BlockKey, Fingerprint};
 use crate::stats::Counters;
 
@@ -20,7 +20,7 @@ const MAX_NOTICES: usize = 64;
 
 /// An entry that waits to be written.
 pub(crate) struct WriteJob {
-    pub(crate) slot: SlotId,
+    pub(crate) entry: EntryId,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) parent: BlockKey,
     pub(crate) namespace: Vec<u8>,
@@ -182,7 +182,7 @@ impl Drop for Operation<'_> {
 impl State {
     /// Forgets an entry that the closing store does not write any more.
     pub(crate) fn drop_job(&mut self, job: &WriteJob) {
-        self.index.fail_write(job.slot);
+        self.index.fail_write(job.entry);
         self.queued_bytes -= job.payload.len() as u64;
         self.counters.count_drop(DropReason::Closed);
     }

@@ -163,9 +163,9 @@ impl Store {
         let waiting = state.index.usage().writing.entries;
         let found = state.index.find(&key);
         let reason = match found {
-            Some(slot) => {
+            Some(entry) => {
                 state.counters.known += 1;
-                state.index.touch(slot);
+                state.index.touch(entry);
                 return Put::Known;
             }
             None if !self.shared.is_writer => DropReason::ReadOnly,
@@ -182,7 +182,7 @@ impl Store {
                 .begin_write(key, block.fingerprint, header as u32, bytes)
             {
                 None => DropReason::QueueFull,
-                Some(slot) => {
+                Some(entry) => {
                     state.queued_bytes += bytes;
                     let mut buffer = state.spare.pop().unwrap_or_default();
                     drop(state);
@@ -192,7 +192,7 @@ impl Store {
                         .iter()
                         .for_each(|part| buffer.extend_from_slice(part));
                     let job = WriteJob {
-                        slot,
+                        entry,
                         fingerprint: block.fingerprint,
                         parent: block.parent,
                         namespace: block.namespace.to_vec(),
@@ -220,7 +220,7 @@ impl Store {
         state
             .index
             .find(key)
-            .is_some_and(|slot| state.index.is_readable(slot))
+            .is_some_and(|entry| state.index.is_readable(entry))
     }
 
     /// Counts a use of an entry, as [`put`](Self::put) does. False if there is none with this key, also not in the
@@ -228,9 +228,9 @@ impl Store {
     pub fn touch(&self, key: &BlockKey) -> bool {
         let mut state = self.shared.lock();
         let found = state.index.find(key);
-        if let Some(slot) = found {
+        if let Some(entry) = found {
             state.counters.known += 1;
-            state.index.touch(slot);
+            state.index.touch(entry);
         }
         found.is_some()
     }
@@ -246,7 +246,7 @@ impl Store {
             state
                 .index
                 .find(key)
-                .is_some_and(|slot| state.index.is_readable(slot))
+                .is_some_and(|entry| state.index.is_readable(entry))
         };
         keys.iter().take_while(is_readable).count()
     }
@@ -312,19 +312,23 @@ impl Store {
         }
         let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
         let index = &state.index;
-        let is_dropped = |&slot: &_| {
-            let age = Duration::from_secs(now.saturating_sub(index.written(slot)));
-            is_dropped(index.fingerprint(slot), age)
+        let is_dropped = |&entry: &_| {
+            let age = Duration::from_secs(now.saturating_sub(index.written(entry)));
+            is_dropped(index.fingerprint(entry), age)
         };
-        let slots: Vec<_> = index.readable().filter(is_dropped).collect();
-        let mut records = Vec::with_capacity(slots.len());
-        for &slot in &slots {
-            let place = state.index.place(slot);
+        let entries: Vec<_> = index.readable().filter(is_dropped).collect();
+        let mut records = Vec::with_capacity(entries.len());
+        for &entry in &entries {
+            let place = state.index.place(entry);
             records.push((
                 place.segment,
-                dropped(state.index.key(slot), state.index.fingerprint(slot), place),
+                dropped(
+                    state.index.key(entry),
+                    state.index.fingerprint(entry),
+                    place,
+                ),
             ));
-            state.index.condemn(slot);
+            state.index.condemn(entry);
         }
         let empty = state.index.condemn_empty_segments();
         for (segment, record) in records
@@ -335,8 +339,8 @@ impl Store {
                 .enqueue(&mut state, Work::Tombstone(segment, record));
         }
         self.shared.enqueue(&mut state, Work::Tidy);
-        state.counters.pruned += slots.len() as u64;
-        slots.len() as u64
+        state.counters.pruned += entries.len() as u64;
+        entries.len() as u64
     }
 
     /// Reads every entry, and drops those that are damaged. It counts as no use of them.
@@ -346,12 +350,12 @@ impl Store {
             state
                 .index
                 .readable()
-                .map(|slot| (slot, state.index.key(slot)))
+                .map(|entry| (entry, state.index.key(entry)))
                 .collect()
         };
         let mut verification = Verification::default();
-        for (slot, key) in entries {
-            match self.shared.verify_entry(slot, key) {
+        for (entry, key) in entries {
+            match self.shared.verify_entry(entry, key) {
                 Some(true) => verification.whole += 1,
                 Some(false) => verification.damaged.push(key),
                 None => {}

@@ -133,7 +133,7 @@ impl Writer {
         state.queued_bytes -= bytes;
         match result {
             Some(Ok(place)) => {
-                state.index.publish(job.slot, place, now());
+                state.index.publish(job.entry, place, now());
                 state.counters.stored += 1;
                 state.counters.stored_bytes += bytes;
                 if state.suspended_until.take().is_some() {
@@ -141,7 +141,7 @@ impl Writer {
                 }
             }
             failed => {
-                state.index.fail_write(job.slot);
+                state.index.fail_write(job.entry);
                 state.counters.count_drop(DropReason::Suspended);
                 if let Some(Err(error)) = failed {
                     self.shared.suspend(&mut state, &error);

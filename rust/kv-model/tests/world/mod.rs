@@ -7,7 +7,7 @@ use kv_core::{
     BlockManager, BlockState, Config, Pin, PlanHandle, PoolUsage, Prefill, Reserve, SeqHandle,
     SeqKey, Transfer,
 };
-use kv_model::{Action, Answer, BlockLife, Bounds, Remapping, SLOTS, State, Tokens};
+use kv_model::{Action, Answer, BlockLife, Bounds, NUM_SEQUENCES, Remapping, State, Tokens};
 
 /// A difference.
 type Outcome = Result<(), String>;
@@ -24,9 +24,9 @@ fn same<T: PartialEq + Debug>(what: &str, manager: T, model: T) -> Outcome {
 /// The manager, and what its caller holds.
 pub(crate) struct World {
     manager: BlockManager,
-    sequences: [Option<SeqHandle>; SLOTS],
+    sequences: [Option<SeqHandle>; NUM_SEQUENCES],
     /// Freed ones that a step still has.
-    dropped: [Option<u64>; SLOTS],
+    dropped: [Option<u64>; NUM_SEQUENCES],
     plans: Vec<PlanHandle>,
     pin: Option<Pin>,
     transfer: Option<Transfer>,
@@ -40,16 +40,16 @@ impl World {
         };
         Self {
             manager: BlockManager::new(config).expect("a small pool"),
-            sequences: [const { None }; SLOTS],
-            dropped: [None; SLOTS],
+            sequences: [const { None }; NUM_SEQUENCES],
+            dropped: [None; NUM_SEQUENCES],
             plans: Vec::new(),
             pin: None,
             transfer: None,
         }
     }
 
-    fn key(&self, slot: usize) -> SeqKey {
-        let handle = self.sequences[slot].as_ref();
+    fn key(&self, seq: usize) -> SeqKey {
+        let handle = self.sequences[seq].as_ref();
         handle.expect("a live sequence").key()
     }
 
@@ -57,21 +57,21 @@ impl World {
     pub(crate) fn apply(&mut self, action: Action, answer: &Answer) -> Outcome {
         let refused = |error: kv_core::Error| format!("{action:?} is refused: {error}");
         match action {
-            Action::Create { slot, prompt } => {
+            Action::Create { seq, prompt } => {
                 let tokens = prompt.iter().collect();
                 let handle = self.manager.sequence(tokens, b"", true);
-                self.sequences[slot] = Some(handle.map_err(refused)?);
-                self.dropped[slot] = None;
+                self.sequences[seq] = Some(handle.map_err(refused)?);
+                self.dropped[seq] = None;
             }
             Action::BeginStep => {
                 let plan = self.manager.begin_step(64).map_err(refused)?;
                 self.plans.push(plan);
             }
-            Action::Prefill { slot, max_tokens } => {
-                return self.prefill(slot, max_tokens, answer).map_err(refused)?;
+            Action::Prefill { seq, max_tokens } => {
+                return self.prefill(seq, max_tokens, answer).map_err(refused)?;
             }
-            Action::Decode { slot } => {
-                let (key, plan) = (self.key(slot), self.newest().key());
+            Action::Decode { seq } => {
+                let (key, plan) = (self.key(seq), self.newest().key());
                 let rejected = self.manager.decode(plan, &[key], 0).map_err(refused)?;
                 let is_rejected = matches!(answer, Answer::NoRoom { .. });
                 return same("rejected decodes", rejected.len(), usize::from(is_rejected));
@@ -81,28 +81,28 @@ impl World {
                 let plan = self.plans.pop().expect("an open step");
                 self.manager.rollback(plan.key()).map_err(refused)?;
             }
-            Action::Free { slot } => {
-                let handle = self.sequences[slot].take().expect("a live sequence");
-                self.dropped[slot] = Some(handle.id());
+            Action::Free { seq } => {
+                let handle = self.sequences[seq].take().expect("a live sequence");
+                self.dropped[seq] = Some(handle.id());
                 drop(handle);
             }
-            Action::Reset { slot } => self.manager.reset(self.key(slot)).map_err(refused)?,
-            Action::Pin { slot } => {
-                self.pin = Some(self.manager.pin(self.key(slot)).map_err(refused)?);
+            Action::Reset { seq } => self.manager.reset(self.key(seq)).map_err(refused)?,
+            Action::Pin { seq } => {
+                self.pin = Some(self.manager.pin(self.key(seq)).map_err(refused)?);
             }
             Action::MatchPrefix { tokens } => {
                 let tokens: Vec<u32> = tokens.iter().collect();
                 let pin = self.manager.match_prefix(&tokens, b"");
                 self.pin = Some(pin.map_err(refused)?);
             }
-            Action::Attach { slot } => {
-                let key = self.key(slot);
+            Action::Attach { seq } => {
+                let key = self.key(seq);
                 let pin = self.pin.as_ref().expect("a pin");
                 self.manager.attach(key, pin).map_err(refused)?;
             }
             Action::Unpin => self.pin = None,
             Action::Evict => drop(self.manager.evict(1)),
-            Action::Reserve { slot } => return self.reserve(slot, answer).map_err(refused)?,
+            Action::Reserve { seq } => return self.reserve(seq, answer).map_err(refused)?,
             Action::Complete { blocks } => {
                 let transfer = self.transfer.take().expect("an open transfer");
                 let reused = self
@@ -121,11 +121,11 @@ impl World {
 
     fn prefill(
         &mut self,
-        slot: usize,
+        seq: usize,
         max_tokens: usize,
         answer: &Answer,
     ) -> Result<Outcome, kv_core::Error> {
-        let (key, plan) = (self.key(slot), self.newest().key());
+        let (key, plan) = (self.key(seq), self.newest().key());
         let planned = match self.manager.prefill(plan, key, max_tokens, None)? {
             Prefill::Planned {
                 cached_tokens,
@@ -143,8 +143,8 @@ impl World {
         Ok(same("the answer to a prefill", &planned, answer))
     }
 
-    fn reserve(&mut self, slot: usize, answer: &Answer) -> Result<Outcome, kv_core::Error> {
-        let key = self.key(slot);
+    fn reserve(&mut self, seq: usize, answer: &Answer) -> Result<Outcome, kv_core::Error> {
+        let key = self.key(seq);
         let num_tokens = self.manager.view(key)?.tokens.len();
         let reserved = match self.manager.reserve(key, num_tokens)? {
             Reserve::Reserved(transfer) => {
@@ -164,17 +164,17 @@ impl World {
 
     fn commit(&mut self, sampled: Tokens, answer: &Answer) -> Result<Outcome, kv_core::Error> {
         let plan = self.plans.remove(0);
-        let ids: [Option<u64>; SLOTS] = std::array::from_fn(|slot| {
-            let live = self.sequences[slot].as_ref().map(SeqHandle::id);
-            live.or(self.dropped[slot])
+        let ids: [Option<u64>; NUM_SEQUENCES] = std::array::from_fn(|seq| {
+            let live = self.sequences[seq].as_ref().map(SeqHandle::id);
+            live.or(self.dropped[seq])
         });
         let sampled: Vec<u32> = sampled.iter().collect();
         let remappings = self.manager.commit(plan.key(), &sampled)?.into_iter();
         let remappings = remappings.map(|of| Remapping {
-            slot: ids
+            seq: ids
                 .iter()
                 .position(|id| *id == Some(of.sequence))
-                .unwrap_or(SLOTS),
+                .unwrap_or(NUM_SEQUENCES),
             index: of.index,
             old_block: of.old_block.get() as u8,
             new_block: of.new_block.get() as u8,
@@ -200,19 +200,15 @@ impl World {
             let of_model = block.refs() == 0 && block.cached.is_some();
             same(&format!("block {id} is evictable"), is_evictable, of_model)?;
         }
-        for (slot, sequence) in state.live().filter(|(_, sequence)| !sequence.dropped) {
-            let view = self.manager.view(self.key(slot));
+        for (seq, sequence) in state.live().filter(|(_, sequence)| !sequence.dropped) {
+            let view = self.manager.view(self.key(seq));
             let view = view.map_err(|error| error.to_string())?;
             let table: Vec<u8> = view
                 .table(0)
                 .flatten()
                 .map(|block| block.get() as u8)
                 .collect();
-            same(
-                &format!("table of sequence {slot}"),
-                &table,
-                &sequence.table,
-            )?;
+            same(&format!("table of sequence {seq}"), &table, &sequence.table)?;
             let tokens: Vec<u32> = sequence.tokens.iter().collect();
             same("its tokens", view.tokens, &tokens)?;
             let (computed, planned) = (view.num_computed_tokens, view.num_planned_tokens);

@@ -17,10 +17,10 @@ impl Index {
             }
         };
         let mut usage = Usage::default();
-        for slot in &self.slots {
-            if let Some(amount) = amount_of(&mut usage, slot.state, slot.readers) {
+        for entry in &self.entries {
+            if let Some(amount) = amount_of(&mut usage, entry.state, entry.readers) {
                 amount.entries += 1;
-                amount.bytes += slot.place.bytes();
+                amount.bytes += entry.place.bytes();
             }
         }
         if usage != self.usage {
@@ -30,25 +30,29 @@ impl Index {
         equal("bytes", usage.total().bytes, self.total.bytes)?;
         let linked = [State::Writing, State::Readable];
         let count = |states: &[State]| {
-            self.slots
+            self.entries
                 .iter()
-                .filter(|slot| states.contains(&slot.state))
+                .filter(|entry| states.contains(&entry.state))
                 .count() as u64
         };
         equal("linked keys", count(&linked), self.table.len() as u64)?;
-        equal("free slots", count(&[State::Free]), self.free.len() as u64)?;
+        equal(
+            "free entries",
+            count(&[State::Free]),
+            self.free.len() as u64,
+        )?;
         let mut seen = BTreeSet::new();
         for (number, segment) in &self.segments {
-            let slots = || segment.slots.iter().map(|&id| self.slot(id));
-            let live = || slots().filter(|slot| slot.state == State::Readable);
-            if let Some(slot) = slots().find(|slot| slot.place.segment != *number) {
+            let entries = || segment.entries.iter().map(|&id| self.entry(id));
+            let live = || entries().filter(|entry| entry.state == State::Readable);
+            if let Some(entry) = entries().find(|entry| entry.place.segment != *number) {
                 return Err(format!(
                     "segment {number} lists an entry of segment {}",
-                    slot.place.segment
+                    entry.place.segment
                 ));
             }
-            seen.extend(segment.slots.iter().copied());
-            let bytes: u64 = slots().map(|slot| slot.place.bytes()).sum();
+            seen.extend(segment.entries.iter().copied());
+            let bytes: u64 = entries().map(|entry| entry.place.bytes()).sum();
             equal(
                 &format!("bytes of segment {number}"),
                 FILE_HEADER as u64 + bytes,
@@ -61,10 +65,10 @@ impl Index {
             )?;
             equal(
                 &format!("uses of segment {number}"),
-                live().map(|slot| slot.used).sum(),
+                live().map(|entry| entry.used).sum(),
                 segment.use_sum,
             )?;
-            let readers: u32 = slots().map(|slot| slot.readers).sum();
+            let readers: u32 = entries().map(|entry| entry.readers).sum();
             if readers > segment.readers || (segment.is_condemned && segment.live > 0) {
                 return Err(format!(
                     "segment {number}: {readers} readers, {} live entries",

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Index, Segment, SlotId, State};
+use super::{EntryId, Index, Segment, State};
 use crate::format::{FILE_HEADER, RECORD};
 
 impl Index {
@@ -14,7 +14,7 @@ impl Index {
             index_end: header,
             is_condemned: false,
             is_forgotten: false,
-            slots: Vec::new(),
+            entries: Vec::new(),
             live: 0,
             use_sum: 0,
             readers: 0,
@@ -26,12 +26,12 @@ impl Index {
     }
 
     /// Live entries of a segment, in the order in which they were written.
-    pub(crate) fn live(&self, segment: u32) -> Vec<SlotId> {
-        let slots = self
+    pub(crate) fn live(&self, segment: u32) -> Vec<EntryId> {
+        let entries = self
             .segments
             .get(&segment)
-            .map_or(&[][..], |segment| &segment.slots);
-        slots
+            .map_or(&[][..], |segment| &segment.entries);
+        entries
             .iter()
             .copied()
             .filter(|&id| self.is_readable(id))
@@ -86,8 +86,8 @@ impl Index {
     pub(crate) fn remove_segment(&mut self, id: u32) {
         let segment = self.segments.remove(&id).expect("a segment that exists");
         debug_assert!(segment.is_condemned && segment.readers == 0);
-        for id in segment.slots {
-            debug_assert_eq!(self.slot(id).state, State::Condemned);
+        for id in segment.entries {
+            debug_assert_eq!(self.entry(id).state, State::Condemned);
             self.count(id, false);
             self.release(id);
         }
@@ -112,19 +112,19 @@ impl Index {
 
     /// Entries of a segment that were used more recently than the average entry of the store, the latest first,
     /// of at most `bytes`.
-    pub(crate) fn worth_keeping(&self, segment: u32, bytes: u64) -> Vec<SlotId> {
+    pub(crate) fn worth_keeping(&self, segment: u32, bytes: u64) -> Vec<EntryId> {
         let (sum, live) = self.segments.values().fold((0, 0), |(s, l), segment| {
             (s + segment.use_sum, l + segment.live)
         });
         let average = sum.checked_div(live).unwrap_or(0);
-        let mut slots = self.live(segment);
-        slots.retain(|&id| self.slot(id).used > average);
-        slots.sort_by_key(|&id| std::cmp::Reverse(self.slot(id).used));
+        let mut entries = self.live(segment);
+        entries.retain(|&id| self.entry(id).used > average);
+        entries.sort_by_key(|&id| std::cmp::Reverse(self.entry(id).used));
         let mut left = bytes;
-        let fits = |id: &SlotId| {
+        let fits = |id: &EntryId| {
             let needed = self.place(*id).bytes() + RECORD as u64;
             left.checked_sub(needed).map(|rest| left = rest).is_some()
         };
-        slots.into_iter().take_while(fits).collect()
+        entries.into_iter().take_while(fits).collect()
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Writer;
 use crate::disk::{read_exact, write_all};
 use crate::format::{FILE_HEADER, FileKind, RECORD, Record, RecordKind};
-use crate::index::SlotId;
+use crate::index::EntryId;
 
 impl Writer {
     /// Removes segments until an entry of this size fits below the limits.
@@ -51,11 +51,11 @@ impl Writer {
         {
             self.active = None;
         }
-        let slots = self.shared.lock().index.worth_keeping(victim, kept);
-        let is_any_kept = !slots.is_empty();
-        for slot in slots {
+        let entries = self.shared.lock().index.worth_keeping(victim, kept);
+        let is_any_kept = !entries.is_empty();
+        for entry in entries {
             // An entry that cannot be copied is evicted with the others.
-            if self.relocate(slot, victim).is_err() {
+            if self.relocate(entry, victim).is_err() {
                 break;
             }
         }
@@ -71,16 +71,19 @@ impl Writer {
         self.remove_condemned()
     }
 
-    fn relocate(&mut self, slot: SlotId, segment: u32) -> io::Result<()> {
+    fn relocate(&mut self, entry: EntryId, segment: u32) -> io::Result<()> {
         let (place, record) = {
             let state = self.shared.lock();
-            if !state.index.is_readable(slot) || state.index.place(slot).segment != segment {
+            if !state.index.is_readable(entry) || state.index.place(entry).segment != segment {
                 return Ok(());
             }
-            let place = state.index.place(slot);
-            let mut record =
-                crate::read::dropped(state.index.key(slot), state.index.fingerprint(slot), place);
-            (record.kind, record.written) = (RecordKind::Stored, state.index.written(slot));
+            let place = state.index.place(entry);
+            let mut record = crate::read::dropped(
+                state.index.key(entry),
+                state.index.fingerprint(entry),
+                place,
+            );
+            (record.kind, record.written) = (RecordKind::Stored, state.index.written(entry));
             (place, record)
         };
         let mut bytes = vec![0; place.bytes() as usize];
@@ -91,7 +94,7 @@ impl Writer {
         }
         let copy = self.append(&[&bytes], record)?;
         let mut state = self.shared.lock();
-        state.index.relocate(slot, place, copy);
+        state.index.relocate(entry, place, copy);
         state.counters.relocated += 1;
         Ok(())
     }
