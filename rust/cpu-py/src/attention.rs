@@ -182,8 +182,9 @@ impl CpuStep {
     }
 }
 
-/// Lets calls of this thread have at most `count` threads, its own included; None: as many as a `CpuAttention` has. Returns
-/// the limit before. A `CpuAttention` with an OpenMP runtime has that runtime's limit instead (`omp_set_num_threads`).
+/// Lets calls of this thread have at most `count` threads, its own included; None: as many as a `CpuAttention` has.
+/// Returns the limit before. A `CpuAttention` with an OpenMP runtime has that runtime's limit instead
+/// (`omp_set_num_threads`).
 ///
 /// Raises `ConfigError` for no threads.
 #[pyfunction]
@@ -240,7 +241,8 @@ impl CpuAttention {
 
     /// Sets `out` to `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each row. `rows` and `out` are `[T, size]`,
     /// `weight` is `[size]`, all C-contiguous and float32, or bfloat16 passed as uint16; with bfloat16 rows the weight
-    /// may be float32. Sums are float32; what is multiplied with the weight is rounded to its type. The GIL is released.
+    /// may be float32. Sums are float32; the normalized rows are rounded to the type of the weight. The GIL is
+    /// released.
     ///
     /// Raises `BufferError` for arrays that do not fit, and `ConfigError` for an empty weight; `out` is then
     /// unchanged.
@@ -427,7 +429,7 @@ fn lock<T>(pair: &Mutex<T>) -> PyResult<MutexGuard<'_, T>> {
     }
 }
 
-/// Refuses a `target` that shares memory with what is read.
+/// Refuses a `target` that shares memory with an array that is read.
 fn apart_from<T: Element + cpu_kernels::Element, U>(
     target: (&str, &PyBuffer<U>),
     read: &[(&str, &PyBuffer<T>)],
@@ -441,7 +443,7 @@ fn apart_from<T: Element + cpu_kernels::Element, U>(
     rotation.map_or(Ok(()), |rotation| rotation.apart(target))
 }
 
-/// A call whose arrays are there.
+/// A call whose arrays are checked.
 struct Work<'a> {
     attention: &'a Attention,
     step: &'a CpuStep,

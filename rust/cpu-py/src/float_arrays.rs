@@ -13,7 +13,7 @@ pub(crate) fn is_of<T: Element>(array: &Bound<'_, PyAny>) -> bool {
     PyUntypedBuffer::get(array).is_ok_and(|array| array.as_typed::<T>().is_ok())
 }
 
-/// A C-contiguous array of `T` with so many dimensions.
+/// A C-contiguous array of `T` with this many dimensions.
 pub(crate) fn array<T: Element>(
     name: &str,
     object: &Bound<'_, PyAny>,
@@ -37,7 +37,7 @@ pub(crate) fn rows<'a, T: Element>(name: &str, buffer: &'a PyBuffer<T>) -> PyRes
     })
 }
 
-/// An array of `T` with so many dimensions, however it lies.
+/// An array of `T` with this many dimensions, of any strides.
 pub(crate) fn any_array<T: Element>(
     name: &str,
     object: &Bound<'_, PyAny>,
@@ -93,7 +93,7 @@ pub(crate) fn apart<T, U>(
     Ok(())
 }
 
-/// Where a buffer lies, from its first element to the last; strides are not negative.
+/// The addresses of a buffer, from its first element to the last; strides are not negative.
 pub(crate) fn bytes<T>(buffer: &PyBuffer<T>) -> std::ops::Range<usize> {
     let start = buffer.buf_ptr() as usize;
     let last = buffer.shape().iter().zip(buffer.strides());

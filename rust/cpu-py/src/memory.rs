@@ -41,7 +41,7 @@ pub(crate) fn shared_rows<T: Element>(buffer: &PyBuffer<T>) -> Option<Rows<'_, T
         return None;
     }
     let length = stride.checked_mul(count - 1)?.checked_add(width)?;
-    // SAFETY: as in `shared_slice`; the strides say that what is from the first element to the last belongs to the
+    // SAFETY: as in `shared_slice`; by the strides, the memory from the first element to the last belongs to the
     // exporter's memory.
     let memory = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), length) };
     Rows::new(memory, count, width, stride).ok()

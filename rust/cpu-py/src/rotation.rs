@@ -21,7 +21,7 @@ pub(crate) struct RotationArguments<'py>(
     Option<NormArguments<'py>>,
 );
 
-/// Weights of queries and of keys, `[head_dim_k]`, what is added under the root, and to the weights.
+/// Weights of queries and of keys, `[head_dim_k]`, epsilon, and the offset of the weights.
 type NormArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, f32, f32);
 
 type Two<T> = [PyBuffer<T>; 2];
@@ -31,7 +31,7 @@ enum Angles {
     BFloat16(Two<u16>),
 }
 
-/// The same, its arrays looked at; `T` is the type of queries and keys.
+/// The same, with its arrays checked; `T` is the type of queries and keys.
 pub(crate) struct Turning<T: Element> {
     angles: Angles,
     layout: Layout,
@@ -61,7 +61,7 @@ impl<T: Element + cpu_kernels::Element> Turning<T> {
         })
     }
 
-    /// Refuses a `target` that shares memory with what is read here.
+    /// Refuses a `target` that shares memory with the rotation's arrays.
     pub(crate) fn apart<U>(&self, target: (&str, &PyBuffer<U>)) -> PyResult<()> {
         match &self.angles {
             Angles::Float32([cos, sin]) => apart(target, &[("cos", cos), ("sin", sin)])?,

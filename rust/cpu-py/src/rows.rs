@@ -19,7 +19,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(gate_rows, module)?)
 }
 
-/// The weight and the bias of a norm `[size]`, either or none; what is added under the root, and to the weight; whether
+/// The weight and the bias of a norm `[size]`, both optional; epsilon; the offset of the weight; whether
 /// the mean is subtracted.
 #[derive(FromPyObject)]
 struct NormArguments<'py>(
@@ -30,7 +30,7 @@ struct NormArguments<'py>(
     bool,
 );
 
-/// The same, its arrays looked at.
+/// The same, with its arrays checked.
 struct Vectors<T: Element> {
     weight: Option<PyBuffer<T>>,
     bias: Option<PyBuffer<T>>,
@@ -55,7 +55,7 @@ impl<T: Element + cpu_kernels::Element> Vectors<T> {
         })
     }
 
-    /// Refuses a `target` that shares memory with what is read here.
+    /// Refuses a `target` that shares memory with the norm's arrays.
     fn apart(&self, target: (&str, &PyBuffer<T>)) -> PyResult<()> {
         let vectors = [("weight", &self.weight), ("bias", &self.bias)];
         for (name, vector) in vectors {
@@ -80,10 +80,10 @@ impl<T: Element + cpu_kernels::Element> Vectors<T> {
 
 /// Adds `change` times `scale` to `stream` in place, and writes the norm of that to `out`; all are `[T, size]`.
 ///
-/// `norm` is `(weight, bias, epsilon, offset, is_centered)`: `x / sqrt(mean(x ^ 2) + epsilon) * (offset + weight) + bias`
-/// with weight and bias `[size]` or None, and with `x` less its mean if it `is_centered`. Arrays are C-contiguous, and all
-/// float32, or all bfloat16 as uint16. Sums are float32; `stream` is rounded before it is normalized, `out` once. A row
-/// has the same bits in every batch. `threads` compute, with the GIL released.
+/// `norm` is `(weight, bias, epsilon, offset, is_centered)`: `x / sqrt(mean(x ^ 2) + epsilon) * (offset + weight) +
+/// bias` with weight and bias `[size]` or None, and with `x` less its mean if it `is_centered`. Arrays are
+/// C-contiguous, and all float32, or all bfloat16 as uint16. Sums are float32; `stream` is rounded before it is
+/// normalized, `out` once. A row has the same bits in every batch. `threads` compute, with the GIL released.
 ///
 /// Raises `BufferError` for arrays that do not fit; nothing is written then.
 #[pyfunction]
@@ -199,8 +199,8 @@ fn add_as<T: Element + cpu_kernels::Element>(
 
 /// Writes a function of each of `rows` to `out`, both `[T, size]`; otherwise as `add_norm`.
 ///
-/// `function` is an activation ("silu", "gelu", "gelu_tanh", "relu", "relu2"), "sigmoid", "scale" (`x * number`) or "cap"
-/// (`number * tanh(x / number)`). Raises `ValueError` for others.
+/// `function` is an activation ("silu", "gelu", "gelu_tanh", "relu", "relu2"), "sigmoid", "scale" (`x * number`) or
+/// "cap" (`number * tanh(x / number)`). Raises `ValueError` for others.
 #[pyfunction]
 #[pyo3(signature = (threads, rows, out, function, number = 1.0))]
 fn map_rows(
@@ -242,8 +242,8 @@ fn map_as<T: Element + cpu_kernels::Element>(
 /// Writes `activation(gate) * up` to `out` `[T, size]`, for `rows` `[T, 2 * size]` with the gate first; otherwise as
 /// `add_norm`.
 ///
-/// With `clamped`, `(alpha, limit)`, it is `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`, and
-/// `up` is from `-limit` to it. Raises `ValueError` for an activation that `map_rows` does not know.
+/// With `clamped`, `(alpha, limit)`, it is `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`,
+/// and `up` is from `-limit` to it. Raises `ValueError` for an activation that `map_rows` does not know.
 #[pyfunction]
 #[pyo3(signature = (threads, rows, out, activation = "silu", clamped = None))]
 fn gate_rows(
