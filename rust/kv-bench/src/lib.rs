@@ -14,7 +14,7 @@ pub type Outcome = Result<(), Error>;
 pub struct Operation {
     /// What, and how much of it.
     pub name: &'static str,
-    /// Brings about what the run needs.
+    /// Prepares the run.
     pub prepare: fn(&mut World) -> Outcome,
     /// The calls of the manager.
     pub run: fn(&mut World) -> Outcome,

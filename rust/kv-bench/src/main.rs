@@ -7,7 +7,7 @@ use kv_core::Error;
 
 /// Rounds until vectors have grown and lists have gone round once.
 const WARM_UP: usize = 4;
-/// Rounds counted; printed at the end. As many as fill eight blocks: what is done now and then is in it.
+/// Rounds counted; printed at the end. They fill eight blocks, so that work of some rounds only is counted, too.
 const ROUNDS: usize = 128;
 
 /// What `--toggle-collect` names.

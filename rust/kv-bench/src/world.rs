@@ -117,7 +117,7 @@ impl World {
         Ok(())
     }
 
-    /// Computes what was received, in one step; it runs on.
+    /// Prefills the received prompts in one step; their sequences keep running.
     fn prefill(&mut self) -> Outcome {
         let tokens = self.received.iter().map(Vec::len).sum();
         let plan = self.manager.begin_step(tokens)?;
@@ -153,7 +153,7 @@ impl World {
         Ok(())
     }
 
-    /// The same, but those before run on until they are twice as long. Commits what is open.
+    /// The same, but earlier sequences run until they are twice as long. Commits the open plan.
     pub(crate) fn keep_running(&mut self, len: usize, count: usize) -> Outcome {
         self.commit()?;
         match self.keys.first() {

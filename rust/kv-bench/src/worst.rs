@@ -13,7 +13,7 @@ use kv_core::{BlockManager, Config, Error, SeqHandle, SeqKey};
 const BLOCK_SIZE: usize = 16;
 /// Sequences that decode.
 const RUNNING: usize = 16;
-/// Prompts begin with one of so many blocks.
+/// Different first blocks of prompts.
 const HEADS: u32 = 64;
 const KINDS: [&str; 11] = [
     "sequence",

@@ -14,8 +14,8 @@ pub trait BlockManager {
     /// Adds a sequence of at least one token. Sequences of different namespaces share no block.
     fn add(&mut self, id: u64, namespace: u8, tokens: &[u32]);
 
-    /// Plans up to `max_tokens` of the uncomputed tokens, after reuse of what is cached. At least one token is computed.
-    /// `None`: too few blocks; nothing was changed.
+    /// Plans up to `max_tokens` of the uncomputed tokens, after it reuses cached blocks. At least one token is
+    /// computed. `None`: too few blocks; nothing was changed.
     fn prefill(&mut self, id: u64, max_tokens: usize) -> Option<Prefilled>;
 
     /// Plans the one token that is left to compute. False: too few blocks; nothing was changed.
@@ -67,6 +67,6 @@ pub struct Promises {
     pub reuses_live_prefixes: bool,
     /// After a commit, live sequences hold equal full blocks once.
     pub deduplicates: bool,
-    /// [`BlockManager::fork`] is there.
+    /// [`BlockManager::fork`] is implemented.
     pub forks: bool,
 }

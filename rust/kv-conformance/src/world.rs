@@ -87,7 +87,7 @@ impl<M: BlockManager> World<M> {
         self.check()
     }
 
-    /// Commits what is open and frees all sequences: every block can be allocated again.
+    /// Commits the open step and frees all sequences: every block can be allocated again.
     pub(crate) fn end(&mut self, report: &mut Report) -> Outcome {
         self.commit(0, report)?;
         while !self.sequences.is_empty() {

@@ -34,10 +34,10 @@ fn mark(hash: u128) -> u32 {
 /// The cell of this mark.
 fn place(line: &Line, mark: u32) -> Option<usize> {
     let places = line.iter().enumerate();
-    let found = places.fold(0_u32, |found, (at, &there)| {
-        found | u32::from(there == mark) << at
+    let mask = places.fold(0_u32, |mask, (at, &there)| {
+        mask | u32::from(there == mark) << at
     });
-    (found != 0).then(|| found.trailing_zeros() as usize)
+    (mask != 0).then(|| mask.trailing_zeros() as usize)
 }
 
 /// The line of a hash.

@@ -1,4 +1,4 @@
-//! Every operation that changes a manager, and its answer: what a [`Recorder`] receives.
+//! The operations that change a manager, and their answers, as a [`Recorder`] receives them.
 
 use std::any::Any;
 

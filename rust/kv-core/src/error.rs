@@ -9,11 +9,11 @@ use crate::eviction::Eviction;
 #[allow(missing_docs)] // the message explains the fields
 pub enum Error {
     /// A setting outside its range.
-    #[error("{name} must be {least} to {most}, got {given}")]
+    #[error("{name} must be {min} to {max}, got {given}")]
     OutOfRange {
         name: &'static str,
-        least: usize,
-        most: usize,
+        min: usize,
+        max: usize,
         given: usize,
     },
     /// No eviction policy of this name.
@@ -25,7 +25,7 @@ pub enum Error {
     )]
     OutOfMemory { num_blocks: usize },
     /// A namespace of more than 65,536 bytes.
-    #[error("a namespace has at most 65536 bytes, got {bytes}; hash what is longer")]
+    #[error("a namespace has at most 65536 bytes, got {bytes}; hash a longer one")]
     Namespace { bytes: usize },
     /// A sequence without tokens.
     #[error("a sequence needs at least one token, got none")]
@@ -114,9 +114,7 @@ pub enum Error {
     )]
     SharedBlock { sequence: u64, block: u32 },
     /// `publish` of more tokens than are known.
-    #[error(
-        "{known} tokens of sequence {sequence} are known, {end} cannot be computed; hand them over"
-    )]
+    #[error("{known} tokens of sequence {sequence} are known, {end} cannot be computed; pass them")]
     NotKnown {
         sequence: u64,
         end: usize,
@@ -153,10 +151,10 @@ pub enum Error {
     #[error("there are {groups} layer groups, got group={group}")]
     UnknownGroup { group: usize, groups: usize },
     /// A limit below its minimum.
-    #[error("{name} must be at least {least}, got {given}")]
+    #[error("{name} must be at least {min}, got {given}")]
     TooFew {
         name: &'static str,
-        least: usize,
+        min: usize,
         given: usize,
     },
     /// An input array is too small for the plan.
@@ -192,8 +190,8 @@ pub(crate) fn within(
         true => Ok(()),
         false => Err(Error::OutOfRange {
             name,
-            least: *range.start(),
-            most: *range.end(),
+            min: *range.start(),
+            max: *range.end(),
             given,
         }),
     }

@@ -3,7 +3,7 @@
 //! A block is stored when a block id first holds its KV, and removed when none does any more. Merges, takeovers
 //! and forks emit nothing. A log of events, applied in order, gives exactly the cached blocks.
 //!
-//! The log is bounded. One that nobody reads is dropped, and the next reader gets [`Event::Lost`], then `Cleared`, then
+//! The log is bounded. One that is not read is dropped, and the next reader gets [`Event::Lost`], then `Cleared`, then
 //! all cached blocks as `Stored`.
 
 use std::sync::Arc;
@@ -48,8 +48,8 @@ pub enum Event {
     },
     /// No block is cached any more.
     Cleared,
-    /// Events were not taken for too long and were dropped. The events after it state all cached blocks: `Cleared`, then
-    /// `Stored`. A reader that applies these has the whole set again.
+    /// Events were not taken for too long and were dropped. The events after it state all cached blocks: `Cleared`,
+    /// then `Stored`. A reader that applies these has the whole set again.
     Lost {
         /// Blocks stored and removed in the dropped events.
         num_events: u64,
@@ -168,7 +168,7 @@ impl EventLog {
         self.limit();
     }
 
-    /// The events. The caller adds what is cached after one that says that they are lost.
+    /// The events. After [`Event::Lost`] the caller adds all cached blocks.
     pub(crate) fn take(&mut self) -> Vec<Event> {
         (self.num_sealed, self.num_hashes) = (0, 0);
         match std::mem::take(&mut self.num_lost) {

@@ -16,7 +16,7 @@ pub enum Eviction {
     ///
     /// Blocks used once are in one list, blocks used again in another; each evicts least recently used first, and
     /// the first keeps at most half of the evictable blocks. A block that is cached again soon after its eviction
-    /// counts as used again. A scan of prompts that never return does not flush those that do.
+    /// counts as used again. A scan of prompts that are used once does not flush the others.
     TwoQueue,
 }
 
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!((policy.ghosts.len(), policy.known_ghosts.len()), (0, 0));
     }
 
-    /// A queue with so many blocks in each list of evictable ones.
+    /// A queue with this many blocks in each list of evictable ones.
     fn queue(once: usize, again: usize) -> FreeQueue {
         let mut queue = FreeQueue::new(32).expect("small");
         let lists = List::EVICTABLE.into_iter().zip([once, again]);

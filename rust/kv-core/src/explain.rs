@@ -1,4 +1,4 @@
-//! Why a prompt is not cached: where its match ends, and what was there.
+//! Why a prompt is not cached: where its match ends, and why it goes no further.
 //!
 //! An answer depends on one namespace: the search begins at its root, compares its sequences, and looks up its own
 //! evictions. It reveals nothing of another namespace, not even that it exists.
@@ -41,7 +41,7 @@ pub struct Miss {
 pub enum MissReason {
     /// Nothing like it is cached.
     New,
-    /// The nearest cached prefix goes on with other tokens.
+    /// The nearest cached prefix continues with other tokens.
     Diverged {
         /// Position of the first token that differs.
         position: usize,
@@ -65,8 +65,8 @@ pub enum MissReason {
 pub struct PastEviction {
     /// The cause.
     pub by: EvictedBy,
-    /// Blocks of its namespace that were evicted since, itself included: with a pool larger by about so many, it would
-    /// still be cached.
+    /// Blocks of its namespace that were evicted since, itself included. A pool larger by about this many blocks would
+    /// still cache it.
     pub num_blocks_since: u64,
 }
 
@@ -83,7 +83,7 @@ pub enum EvictedBy {
 pub(crate) struct EvictionHistory {
     namespaces: HashMap<Arc<[u8]>, Evictions>,
     /// Evictions kept per namespace.
-    most: usize,
+    max_evictions: usize,
     /// Calls of `of` so far.
     time: u64,
 }
@@ -93,9 +93,10 @@ pub(crate) struct EvictionHistory {
 pub(crate) struct Evictions {
     /// Evictions so far.
     count: u64,
-    most: usize,
-    /// The number of the last eviction of each hash, and its cause: of the newest evictions, at most `most`, and of as
-    /// many before them. None is ever removed alone, so that an eviction costs one insertion.
+    max_evictions: usize,
+    /// The number of the last eviction of each hash, and its cause: of the newest evictions, at max_evictions
+    /// `max_evictions`, and of as many before them. None is ever removed alone, so that an eviction costs one
+    /// insertion.
     newest: Numbers,
     older: Numbers,
     /// The time of the last one.
@@ -128,7 +129,7 @@ impl EvictionHistory {
     pub(crate) fn new(num_blocks: usize) -> Self {
         Self {
             namespaces: HashMap::new(),
-            most: num_blocks.min(MAX_EVICTIONS),
+            max_evictions: num_blocks.min(MAX_EVICTIONS),
             time: 0,
         }
     }
@@ -143,9 +144,9 @@ impl EvictionHistory {
             oldest.and_then(|name| self.namespaces.remove(&name));
         }
         let own = self.namespaces.entry(Arc::clone(namespace));
-        let most = self.most;
+        let max_evictions = self.max_evictions;
         let own = own.or_insert_with(|| Evictions {
-            most,
+            max_evictions,
             ..Evictions::default()
         });
         own.time = self.time;
@@ -157,7 +158,7 @@ impl EvictionHistory {
         let known = own.newest.get(&hash).or_else(|| own.older.get(&hash));
         let &(number, by) = known?;
         let num_blocks_since = own.count - number + 1;
-        (num_blocks_since <= own.most as u64).then_some(PastEviction {
+        (num_blocks_since <= own.max_evictions as u64).then_some(PastEviction {
             by,
             num_blocks_since,
         })
@@ -167,7 +168,7 @@ impl EvictionHistory {
 impl Evictions {
     /// Adds an eviction.
     pub(crate) fn add(&mut self, hash: u128, by: EvictedBy) {
-        if self.newest.len() >= self.most {
+        if self.newest.len() >= self.max_evictions {
             std::mem::swap(&mut self.newest, &mut self.older);
             self.newest.clear();
         }

@@ -65,8 +65,8 @@ impl Groups {
         within("the number of layer groups", 1..=64, windows.len())?;
         if windows.contains(&Some(0)) {
             let name = "a layer group's window";
-            let (least, given) = (1, 0);
-            return Err(Error::TooFew { name, least, given });
+            let (min, given) = (1, 0);
+            return Err(Error::TooFew { name, min, given });
         }
         Ok(Self {
             windows: windows.into(),
@@ -130,19 +130,19 @@ impl Groups {
         self.windows[group].map_or(usize::MAX, indices)
     }
 
-    /// The most logical blocks that a group holds at once until `num_tokens` tokens are computed, at most `most` in a
-    /// step.
-    pub(crate) fn peak(&self, group: usize, num_tokens: usize, most: usize) -> usize {
+    /// The max_tokens logical blocks that a group holds at once until `num_tokens` tokens are computed, at max_tokens
+    /// `max_tokens` in a step.
+    pub(crate) fn peak(&self, group: usize, num_tokens: usize, max_tokens: usize) -> usize {
         let indices = num_tokens.div_ceil(self.block_size());
-        // A step of n tokens touches at most this many logical blocks, wherever it begins.
-        let step = most.saturating_add(2 * self.block_size() - 2) / self.block_size();
+        // A step of n tokens touches at max_tokens this many logical blocks, wherever it begins.
+        let step = max_tokens.saturating_add(2 * self.block_size() - 2) / self.block_size();
         indices.min(self.reach(group, 0).saturating_add(step))
     }
 
-    /// The most blocks that one sequence holds at once until `num_tokens` tokens are computed, at most `most` in a
-    /// step.
-    pub(crate) fn blocks_for(&self, num_tokens: usize, most: usize) -> usize {
-        let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, most));
+    /// The max_tokens blocks that one sequence holds at once until `num_tokens` tokens are computed, at max_tokens
+    /// `max_tokens` in a step.
+    pub(crate) fn blocks_for(&self, num_tokens: usize, max_tokens: usize) -> usize {
+        let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, max_tokens));
         peaks.fold(0, usize::saturating_add)
     }
 }
@@ -178,18 +178,19 @@ mod tests {
 
     #[test]
     fn blocks_for_is_never_less_than_what_a_walk_holds() {
-        for (window, size, most) in [(4, 4, 1), (5, 4, 3), (8, 2, 7), (3, 1, 2), (16, 4, 64)] {
+        for (window, size, max_tokens) in [(4, 4, 1), (5, 4, 3), (8, 2, 7), (3, 1, 2), (16, 4, 64)]
+        {
             let groups = Groups::new(&[None, Some(window)], size).expect("valid");
             for num_tokens in 1..60_usize {
                 let (mut computed, mut peak) = (0, 0);
                 while computed < num_tokens {
-                    let end = (computed + most).min(num_tokens);
+                    let end = (computed + max_tokens).min(num_tokens);
                     let (indices, from) =
                         (end.div_ceil(size), groups.first_index(1, computed / size));
                     peak = peak.max(indices + indices - from);
                     computed = end;
                 }
-                assert!(peak <= groups.blocks_for(num_tokens, most));
+                assert!(peak <= groups.blocks_for(num_tokens, max_tokens));
             }
             assert_eq!(groups.blocks_for(1, usize::MAX), 2);
             assert!(groups.blocks_for(usize::MAX, 1) > usize::MAX / 5);
@@ -200,10 +201,14 @@ mod tests {
     #[test]
     fn peaks() {
         let groups = Groups::new(&[Some(8), None], 4).expect("valid");
-        for (most, indices) in [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)] {
-            assert_eq!(groups.peak(0, 100, most), 2 + indices, "{most} tokens");
-            assert_eq!(groups.peak(1, 100, most), 25);
-            assert_eq!(groups.blocks_for(100, most), 25 + 2 + indices);
+        for (max_tokens, indices) in [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)] {
+            assert_eq!(
+                groups.peak(0, 100, max_tokens),
+                2 + indices,
+                "{max_tokens} tokens"
+            );
+            assert_eq!(groups.peak(1, 100, max_tokens), 25);
+            assert_eq!(groups.blocks_for(100, max_tokens), 25 + 2 + indices);
         }
         for (num_tokens, indices) in [(0, 0), (4, 1), (5, 2), (9, 3), (17, 4)] {
             assert_eq!(
@@ -247,8 +252,8 @@ mod tests {
     fn bad_groups_are_refused() {
         let out_of_range = |given| Error::OutOfRange {
             name: "the number of layer groups",
-            least: 1,
-            most: 64,
+            min: 1,
+            max: 64,
             given,
         };
         assert_eq!(Groups::new(&[], 4).err(), Some(out_of_range(0)));
@@ -257,7 +262,7 @@ mod tests {
             Groups::new(&[Some(0)], 4).err(),
             Some(Error::TooFew {
                 name: "a layer group's window",
-                least: 1,
+                min: 1,
                 given: 0
             })
         );

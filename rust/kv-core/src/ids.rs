@@ -60,7 +60,7 @@ index!(
     NodeId
 );
 
-/// A position in the tree: after the first `offset` blocks of `node`. It stands for the last of these blocks;
+/// A position in the tree: after the first `offset` blocks of `node`. It denotes the last of these blocks;
 /// offset 0 is the root of a namespace.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub(crate) struct NodePosition {
@@ -79,7 +79,7 @@ impl NodePosition {
         (self.node != NodeId::NONE).then_some(self)
     }
 
-    /// Index in the node of the block that it stands for.
+    /// Index in the node of the block that it denotes.
     pub(crate) fn index(self) -> usize {
         self.offset as usize - 1
     }

@@ -168,7 +168,7 @@ impl BlockManager {
     /// State and references of every block, and the radix tree, in one call. O(blocks).
     pub fn snapshot(&mut self) -> PoolSnapshot {
         self.drain_deferred();
-        self.state.pool.snapshot(self.state.steps.made())
+        self.state.pool.snapshot(self.state.steps.num_begun())
     }
 
     fn known(&self, block: u32) -> Result<BlockId, Error> {
@@ -203,9 +203,9 @@ impl BlockManager {
     /// Evicts every evictable block. Returns how many.
     pub fn evict_all(&mut self) -> usize {
         self.drain_deferred();
-        let gone = self.state.pool.evict_all();
-        report(&mut self.recorder, Call::evict_all, &gone);
-        gone
+        let num_evicted = self.state.pool.evict_all();
+        report(&mut self.recorder, Call::evict_all, &num_evicted);
+        num_evicted
     }
 
     /// Free blocks in the order of allocation, then evictable blocks in the order of eviction under `lru`. O(blocks).
@@ -410,7 +410,7 @@ impl BlockManager {
     }
 }
 
-/// KV that comes from outside the pool, or goes there.
+/// Transfers of KV into the pool, and evictions ahead of need.
 impl BlockManager {
     /// Reserves blocks for the first `num_tokens` tokens of a sequence, whose KV the caller has elsewhere: on a disk,
     /// in host memory, in another process.
@@ -434,8 +434,8 @@ impl BlockManager {
     /// step had computed them. Its other blocks are free. Nothing may write to its blocks any more.
     /// [`Transfer::filled_indices`](crate::Transfer::filled_indices) counts the indices.
     ///
-    /// If the sequence that asked for it is still there, in no open plan and where it was, it reuses them at once.
-    /// Returns how many tokens it reuses; these count as computed.
+    /// If its sequence is alive, in no open plan and has not advanced, it reuses the blocks at once. Returns how many
+    /// tokens it reuses; these count as computed.
     ///
     /// # Errors
     /// [`Error::TransferEnded`], [`Error::TransferBlocks`]
@@ -444,7 +444,7 @@ impl BlockManager {
         self.run(call, |state| state.end_transfer(transfer, num_indices))
     }
 
-    /// Ends a transfer that has failed: its blocks are free, and nothing was seen of it.
+    /// Ends a transfer that has failed: its blocks are free, and none of them was ever cached.
     ///
     /// # Errors
     /// [`Error::TransferEnded`]
@@ -463,7 +463,7 @@ impl BlockManager {
     }
 
     /// The cached blocks that allocations evicted since the last call, in order, if `Config::keep_evicted` is on.
-    /// Blocks without a hash are left out. If nobody takes them, the latest are kept, at least as many as the pool has
+    /// Blocks without a hash are left out. Of those not taken, the latest are kept, at least as many as the pool has
     /// blocks: the KV of earlier ones was overwritten.
     ///
     /// Take them after a step is planned and before it runs, or after another call that allocates: until then their
@@ -563,8 +563,8 @@ impl BlockManager {
     /// is at least an eighth of a block and the pool has room for both. The copies are among
     /// [`BlockManager::copies`].
     ///
-    /// It allocates the blocks of this step's tokens. With `spare_blocks` it requires blocks for all known tokens, and
-    /// so many to spare.
+    /// It allocates the blocks of this step's tokens. With `spare_blocks`, blocks for all known tokens and this many
+    /// more must be available.
     pub fn prefill(
         &mut self,
         plan: PlanKey,
@@ -709,7 +709,7 @@ impl BlockManager {
         if self.recorder.is_some() {
             return Err(Error::Recording);
         }
-        match (self.state.seqs.made(), self.state.steps.made()) {
+        match (self.state.seqs.num_created(), self.state.steps.num_begun()) {
             (0, 0) => Ok(()),
             (sequences, steps) => Err(Error::NotNew { sequences, steps }),
         }

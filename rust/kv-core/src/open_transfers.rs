@@ -10,7 +10,7 @@ use crate::ids::{BlockId, SeqKey, TransferKey};
 /// A transfer that has not ended.
 pub(crate) struct OpenTransfer {
     pub(crate) key: TransferKey,
-    /// The sequence that asked for it. It may have ended since.
+    /// Its sequence, which may have ended since.
     pub(crate) sequence: SeqKey,
     pub(crate) indices: Range<usize>,
     /// The blocks to fill, logical block by logical block.
@@ -23,7 +23,7 @@ pub(crate) struct OpenTransfer {
 #[derive(Default)]
 pub(crate) struct Transfers {
     pub(crate) manager: u32,
-    pub(crate) made: u64,
+    pub(crate) num_begun: u64,
     pub(crate) open: BTreeMap<u64, OpenTransfer>,
 }
 
@@ -70,7 +70,7 @@ impl Transfers {
 
     /// The number of an open transfer, of which its blocks carry the lower 32 bits: the last one that has these bits.
     pub(crate) fn serial(&self, number: u32) -> u64 {
-        let later = (self.made as u32).wrapping_sub(number);
-        self.made - u64::from(later)
+        let later = (self.num_begun as u32).wrapping_sub(number);
+        self.num_begun - u64::from(later)
     }
 }

@@ -258,7 +258,7 @@ impl Pool {
     /// Finds the longest cached continuation of a registered prefix of `tokens`.
     pub(crate) fn find_match(
         &mut self,
-        found: &mut Match,
+        matched: &mut Match,
         groups: &Groups,
         tokens: &[u32],
         prefix: Registered,
@@ -269,12 +269,12 @@ impl Pool {
         let (tree, last, indices) = (&mut self.tree, prefix.last, prefix.num_indices());
         match purpose {
             Purpose::Read => {
-                found.begin(last, 0);
-                tree.find_match(found, groups, tokens, indices, is_ready);
+                matched.begin(last, 0);
+                tree.find_match(matched, groups, tokens, indices, is_ready);
             }
             Purpose::Prefill { replay } => {
-                found.begin(last, replay);
-                tree.find_match(found, groups, tokens, indices, |_| true);
+                matched.begin(last, replay);
+                tree.find_match(matched, groups, tokens, indices, |_| true);
             }
         }
     }
@@ -305,7 +305,7 @@ impl Pool {
         self.tree.next(position, tokens)
     }
 
-    /// Keeps a block in the tree while an allocation may evict whatever else holds it; `NONE` ends it.
+    /// Keeps a block in the tree while an allocation may evict its block ids; `NONE` ends it.
     pub(crate) fn protect(&mut self, position: NodePosition) {
         self.tree.protect(position);
     }
@@ -386,7 +386,7 @@ impl Pool {
         self.queue.meta_mut(block).list = self.policy.list_of_reused();
     }
 
-    /// Puts those of these blocks into the queue that have no holder left, after a pin or a plan released them.
+    /// Queues the blocks that have no holder left, after a pin or a plan released them.
     pub(crate) fn enqueue_unused(&mut self, blocks: &[BlockId]) {
         let mut queue = self.queue.begin_push();
         for &block in blocks {
@@ -405,7 +405,7 @@ impl Pool {
         self.pin(block);
     }
 
-    /// Pins a block for a plan that reads it, whoever else releases it.
+    /// Pins a block for a plan that reads it.
     pub(crate) fn pin(&mut self, block: BlockId) {
         *self.queue.meta_mut(block).plan_pins_mut() += 1;
     }
@@ -431,9 +431,9 @@ impl Pool {
     fn take_victims(&mut self, count: usize, taken: &mut Vec<BlockId>) {
         let (evicted, end) = (taken.len(), taken.len() + count);
         while taken.len() < end {
-            let (list, most) = self.policy.victims(&self.queue);
+            let (list, max_count) = self.policy.victims(&self.queue);
             self.queue
-                .pop_front(list, most.min(end - taken.len()), taken);
+                .pop_front(list, max_count.min(end - taken.len()), taken);
         }
         if evicted < taken.len() {
             self.hash_stored_blocks();
@@ -462,9 +462,9 @@ impl Pool {
         });
         if let Some(evicted) = &mut self.evicted {
             evicted.extend(records);
-            let most = self.cached.len();
-            if evicted.len() > 2 * most {
-                evicted.drain(..evicted.len() - most);
+            let max_kept = self.cached.len();
+            if evicted.len() > 2 * max_kept {
+                evicted.drain(..evicted.len() - max_kept);
             }
         }
     }

@@ -223,10 +223,11 @@ impl FreeQueue {
         }
     }
 
-    /// Pops at most `most` blocks from the front of a list and adds them to `taken`, each with one table entry.
+    /// Pops at max_count `max_count` blocks from the front of a list and adds them to `taken`, each with one table
+    /// entry.
     #[inline]
-    pub(crate) fn pop_front(&mut self, list: List, most: usize, taken: &mut Vec<BlockId>) {
-        let (sentinel, count) = (self.sentinel(list), most.min(self.len_of(list)));
+    pub(crate) fn pop_front(&mut self, list: List, max_count: usize, taken: &mut Vec<BlockId>) {
+        let (sentinel, count) = (self.sentinel(list), max_count.min(self.len_of(list)));
         let mut first = self.meta(sentinel).link().next;
         for _ in 0..count {
             taken.push(first);
@@ -500,8 +501,11 @@ mod tests {
             let mut queue = queue();
             assert_eq!(queue.check(), Ok(()));
             spoil(&mut queue);
-            let found = queue.check().expect_err(expected);
-            assert!(found.contains(expected), "{found:?} is not {expected:?}");
+            let difference = queue.check().expect_err(expected);
+            assert!(
+                difference.contains(expected),
+                "{difference:?} is not {expected:?}"
+            );
         }
     }
 }

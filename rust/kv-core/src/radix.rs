@@ -1,7 +1,7 @@
 //! The prefix index: a radix tree of cached blocks.
 //!
 //! A cached block is its parent (the cached block before it), `block_size` tokens, and the block ids that hold
-//! it now, one per layer group. Consecutive cached blocks stand in one [`Node`]; a child may be attached after
+//! it now, one per layer group. Consecutive cached blocks are one [`Node`]; a child may be attached after
 //! any block of a node, so nodes are never split:
 //!
 //! ```text
@@ -13,7 +13,7 @@
 //! tokens under the very parent that the walk has reached. A node ends with its last block that is held or
 //! has a child, so a block in the middle may be evicted without orphaning its descendants.
 //!
-//! Block hashes are for the outside world: each is computed when it is first asked for.
+//! Block hashes are for other processes; each is computed when it is first needed.
 
 mod check;
 mod index;
@@ -293,9 +293,9 @@ impl RadixTree {
             let node = self.node(position.node);
             let from = position.offset as usize;
             let rest = node.blocks.get(from..).unwrap_or_default();
-            let most = rest.len().min(tokens.len() / size);
-            let known = &node.tokens[from * size..][..most * size];
-            let equal = equal_blocks(known, &tokens[..most * size], size);
+            let num_compared = rest.len().min(tokens.len() / size);
+            let known = &node.tokens[from * size..][..num_compared * size];
+            let equal = equal_blocks(known, &tokens[..num_compared * size], size);
             let followed = leading(&rest[..equal], usable);
             blocks.extend_from_slice(&rest[..followed]);
             position.offset += followed as u32;
@@ -511,8 +511,8 @@ impl RadixTree {
     fn forget_hashes(&mut self, node: NodeId, keep: usize) {
         let node = &mut self.nodes[node.at()];
         node.num_hashed = node.num_hashed.min(keep as u32);
-        let gone = node.hashes.drain(keep.min(node.hashes.len())..);
-        self.stale_hashes.extend(gone);
+        let stale = node.hashes.drain(keep.min(node.hashes.len())..);
+        self.stale_hashes.extend(stale);
         if self.stale_hashes.len() > MAX_STALE_HASHES {
             self.remove_stale_hashes();
         }
@@ -622,7 +622,7 @@ impl RadixTree {
         hash
     }
 
-    /// The hashes of the blocks `first` to `last` of a node, from 1, which were asked for before.
+    /// The hashes of the blocks `first` to `last` of a node, from 1; they are computed.
     pub(crate) fn hashes(&self, node: NodeId, first: u32, last: u32) -> &[u128] {
         let node = self.node(node);
         debug_assert!(last <= node.num_hashed);
@@ -763,7 +763,7 @@ impl RadixTree {
 /// The longest cached continuation of a prefix.
 ///
 /// It is a hit if every layer group has the blocks that a token after it reads: all of them where the group sees
-/// everything, those of the window where it does not. So it may lead over blocks that some groups have lost.
+/// everything, those of the window where it does not. So it may pass blocks that some groups have lost.
 #[derive(Default)]
 pub(crate) struct Match {
     /// The last matched position; where the search began if nothing matched.
@@ -778,7 +778,7 @@ pub(crate) struct Match {
     pub(crate) replay: usize,
 }
 
-/// How far a prefix reaches with another logical block.
+/// How far a match reaches with one more logical block.
 enum Reach {
     /// No further: a group that sees everything lacks a block.
     Ends,
@@ -820,10 +820,10 @@ impl Match {
 }
 
 impl RadixTree {
-    /// Finds the longest continuation of the first `from` blocks of `tokens` over `usable` blocks, from `found.last`.
+    /// Finds the longest continuation of the first `from` blocks of `tokens` over `usable` blocks, from `matched.last`.
     pub(crate) fn find_match(
         &mut self,
-        found: &mut Match,
+        matched: &mut Match,
         groups: &Groups,
         tokens: &[u32],
         from: usize,
@@ -831,25 +831,25 @@ impl RadixTree {
     ) {
         let rest = &tokens[(from * self.block_size).min(tokens.len())..];
         if groups.is_one() {
-            found.last = self.follow(found.last, rest, &mut found.blocks, usable);
-            found.num_indices = found.blocks.len();
+            matched.last = self.follow(matched.last, rest, &mut matched.blocks, usable);
+            matched.num_indices = matched.blocks.len();
             return;
         }
-        found.usable.resize(self.groups, from);
-        let mut position = found.last;
+        matched.usable.resize(self.groups, from);
+        let mut position = matched.last;
         for (index, tokens) in rest.chunks_exact(self.block_size).enumerate() {
             let Some(next) = self.next(position, tokens) else {
                 break;
             };
             let block = |group| self.block(next, group).filter(|&block| usable(block));
-            match found.push(groups, from + index + 1, (0..self.groups).map(block)) {
+            match matched.push(groups, from + index + 1, (0..self.groups).map(block)) {
                 Reach::Ends => break,
                 Reach::Passes => {}
-                Reach::Hits => (found.last, found.num_indices) = (next, index + 1),
+                Reach::Hits => (matched.last, matched.num_indices) = (next, index + 1),
             }
             position = next;
         }
-        found.blocks.truncate(found.num_indices * self.groups);
+        matched.blocks.truncate(matched.num_indices * self.groups);
     }
 }
 

@@ -288,7 +288,7 @@ impl Sequence {
         self.0.restored += restored;
     }
 
-    /// Of the cached tokens that it reuses, so many were in flight and so many copied.
+    /// Counts those of the reused tokens that were in flight, and those that were copied.
     pub(crate) fn count_sources(&mut self, in_flight: usize, copied: usize) {
         self.0.in_flight += in_flight as u32;
         self.0.copied += copied as u32;
@@ -401,7 +401,7 @@ impl Sequences {
 
     /// Sequences created so far.
     #[cfg(feature = "trace")]
-    pub(crate) fn made(&self) -> u64 {
+    pub(crate) fn num_created(&self) -> u64 {
         self.next_id
     }
 

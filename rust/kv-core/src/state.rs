@@ -126,8 +126,8 @@ impl State {
     /// Releases the blocks that no later token of the sequence reads: those before the windows of its last final one.
     pub(crate) fn slide(&mut self, seq_index: u32) {
         if self.groups.have_windows() {
-            let gone = self.slide_windows(seq_index);
-            self.pool.stats.slid_blocks += gone;
+            let num_slid = self.slide_windows(seq_index);
+            self.pool.stats.slid_blocks += num_slid;
         }
     }
 
@@ -187,14 +187,14 @@ impl State {
         let Some(root) = self.pool.tree().root(namespace) else {
             return PrefixBlocks::none(self.groups.len());
         };
-        let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+        let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
         let root = Registered::at_root(root);
-        pool.find_match(found, groups, tokens, root, Purpose::Read);
-        match found.num_indices {
+        pool.find_match(matched, groups, tokens, root, Purpose::Read);
+        match matched.num_indices {
             0 => PrefixBlocks::none(groups.len()),
             _ => PrefixBlocks {
-                table: BlockTable::of_match(found, 0, groups),
-                end: found.last,
+                table: BlockTable::of_match(matched, 0, groups),
+                end: matched.last,
             },
         }
     }

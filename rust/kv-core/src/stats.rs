@@ -19,7 +19,7 @@ pub struct PoolUsage {
 }
 
 impl PoolUsage {
-    /// Blocks that can be allocated: what admission may count on.
+    /// Blocks that can be allocated.
     pub fn available(&self) -> usize {
         self.free + self.evictable
     }
@@ -70,7 +70,7 @@ pub struct PoolSnapshot {
 pub struct SnapshotNode {
     /// The number of the parent; 0 for the root of a namespace.
     pub parent: u32,
-    /// The node is attached after so many blocks of its parent.
+    /// Blocks of the parent before the node.
     pub parent_index: u32,
     /// Blocks in the node.
     pub len: u32,

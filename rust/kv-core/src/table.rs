@@ -32,7 +32,7 @@ impl GroupBlocks {
         }
     }
 
-    /// Removes those of these logical blocks that are in the table; the logical blocks after them move up.
+    /// Removes these logical blocks, as far as they are in the table; later ones move up.
     fn take_indices(&mut self, indices: Range<usize>) -> std::vec::Drain<'_, BlockId> {
         let start = indices.start.saturating_sub(self.start);
         let end = indices.end.saturating_sub(self.start);
@@ -58,12 +58,12 @@ impl BlockTable {
 
     /// The blocks of a match, from index `from` on; each group from the first one that tokens computed after the match,
     /// or again, read.
-    pub(crate) fn of_match(found: &Match, from: usize, groups: &Groups) -> Self {
+    pub(crate) fn of_match(matched: &Match, from: usize, groups: &Groups) -> Self {
         let mut table = Self::new(groups.len());
-        let (blocks, indices) = (&found.blocks, from + found.num_indices);
+        let (blocks, indices) = (&matched.blocks, from + matched.num_indices);
         for group in 0..groups.len() {
             let start = groups
-                .first_index_of(group, indices, found.replay)
+                .first_index_of(group, indices, matched.replay)
                 .max(from);
             let own = table.group_mut(group);
             own.start = start;
@@ -219,9 +219,9 @@ impl BlockTable {
     /// Releases a group's logical blocks before `start`; calls `each` on their blocks, the last one first.
     pub(crate) fn slide(&mut self, group: usize, start: usize, each: impl FnMut(BlockId)) {
         let own = self.group_mut(group);
-        let gone = start.saturating_sub(own.start).min(own.blocks.len());
-        own.blocks.drain(..gone).rev().for_each(each);
-        own.start += gone;
+        let count = start.saturating_sub(own.start).min(own.blocks.len());
+        own.blocks.drain(..count).rev().for_each(each);
+        own.start += count;
     }
 
     /// Inserts the blocks of a table that begins at index `at` before that index. A group that begins later in it has

@@ -39,7 +39,7 @@ pub enum Reserve {
 
 impl State {
     /// The transfer that is to fill blocks of the current match.
-    #[cold] // inlined into a prefill, it would cost those that meet no transfer
+    #[cold] // inlined, it would slow prefills that meet no transfer
     pub(crate) fn awaited_transfer(&self, seq_index: u32) -> Option<u64> {
         let number = self.pool.transfer_of(self.matched_blocks(seq_index))?;
         Some(self.transfers.serial(number))
@@ -55,8 +55,8 @@ impl State {
         let seq = self.seqs.at(key.seq_index);
         let (before, last) = (seq.registered.num_indices(), self.matched.last);
         let from = before + self.matched.num_indices;
-        let most = self.groups.index_of(num_tokens.min(seq.tokens.len()));
-        let (positions, unready) = self.follow_missing(key.seq_index, from..most);
+        let end = self.groups.index_of(num_tokens.min(seq.tokens.len()));
+        let (positions, unready) = self.follow_missing(key.seq_index, from..end);
         let indices = from..from + positions.len();
         if let (true, Some(unready)) = (indices.is_empty(), unready) {
             let number = self.pool.transfer_of(self.pool.tree().blocks(unready));
@@ -100,8 +100,8 @@ impl State {
             place.block = block;
         }
         self.pool.stats.reserved_blocks += loading.len() as u64;
-        self.transfers.made += 1;
-        let (manager, serial) = (self.transfers.manager, self.transfers.made);
+        self.transfers.num_begun += 1;
+        let (manager, serial) = (self.transfers.manager, self.transfers.num_begun);
         self.index_loading(
             key.seq_index,
             indices.clone(),

@@ -55,7 +55,7 @@ fn sequence_keys(list: &Bound<'_, PyList>) -> PyResult<Vec<SeqKey>> {
             if item.get_type_ptr() != kind.as_type_ptr() {
                 item.cast::<Sequence>()?;
             }
-            // SAFETY: its type was looked at. (`cast` alone asks for that of the class each time.)
+            // SAFETY: its type was checked. (`cast` alone looks up the class each time.)
             keys.push(unsafe { item.cast_unchecked::<Sequence>() }.get().key());
         }
         Ok(keys)

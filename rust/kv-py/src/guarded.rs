@@ -31,7 +31,7 @@ impl<T> Guarded<T> {
     }
 }
 
-/// Calls `work` with the state behind a lock. A panic goes on once the lock is released: `work` only reads, so
+/// Calls `work` with the state behind a lock. A panic is resumed once the lock is released: `work` only reads, so
 /// the lock is not poisoned.
 pub(crate) fn read<T, R>(state: MutexGuard<'_, T>, work: impl FnOnce(&T) -> R) -> R {
     let done = catch_unwind(AssertUnwindSafe(|| work(&state)));

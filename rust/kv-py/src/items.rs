@@ -48,7 +48,7 @@ pub(crate) fn items<'py, T>(
     Ok(items)
 }
 
-/// An empty vector with memory for so many items.
+/// An empty vector with memory for `count` items.
 pub(crate) fn reserved<T>(count: usize) -> PyResult<Vec<T>> {
     let mut items = Vec::new();
     items

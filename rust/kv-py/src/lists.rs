@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::PyList;
 
-/// Adds the items of a list to `ints`, up to the first one that is no plain int or does not fit.
+/// Adds the items of a list to `ints`, up to the first one that is not a plain int or does not fit.
 pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
     // Does nothing where there is a GIL: no one else can change the list before this is done.
     with_critical_section(list.as_any(), || {
@@ -20,7 +20,7 @@ pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
     });
 }
 
-/// The largest value stands for an error too, which the caller finds again.
+/// The largest value means an error too, which the caller meets again.
 #[cold]
 fn no_int(list: &Bound<'_, PyList>, value: c_ulong) -> Option<u32> {
     if value == c_ulong::MAX {

@@ -110,7 +110,7 @@ impl Locked {
 }
 
 impl Drop for Locked {
-    /// What is left of a recording is written without the GIL: whoever reads it may need that.
+    /// The rest of a recording is written without the GIL, which its reader may need.
     fn drop(&mut self) {
         let Some(core) = self.0.get_mut() else {
             return;

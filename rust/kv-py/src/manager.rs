@@ -168,8 +168,8 @@ impl BlockManager {
             .map(Pin::new)
     }
 
-    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no block
-    /// and no order of eviction.
+    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no
+    /// block and no order of eviction.
     ///
     /// The answer depends on this namespace alone. Evictions are remembered by a manager that was created with
     /// `explain=True`.
@@ -259,7 +259,7 @@ impl BlockManager {
 
     /// The cached blocks that allocations evicted since the last call, in order. It is empty unless the manager was
     /// created with `keep_evicted=True`. A block without a hash, because another block has the same one, is left
-    /// out. If nobody takes them, the latest are kept, at least as many as the pool has blocks: earlier ones were
+    /// out. Of those not taken, the latest are kept, at least as many as the pool has blocks: earlier ones were
     /// overwritten.
     ///
     /// Take them after a step is planned and before it runs: until then their KV is intact.
@@ -319,7 +319,7 @@ impl BlockManager {
 
     /// Writes all further operations to a new file, for `replay`.
     ///
-    /// Only a manager that has had no sequence and no step can be recorded. A separate thread writes the file. If
+    /// Only a new manager, without a sequence or step so far, can be recorded. A separate thread writes the file. If
     /// writing fails or falls 32 MiB behind, the recording ends and the manager continues; `stop_recording` then
     /// raises an error. Raises `TraceError` without creating a file, or `OSError` if the file cannot be created.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
@@ -355,7 +355,7 @@ impl BlockManager {
     }
 }
 
-/// How long a wait goes on before interrupts are looked at.
+/// The longest wait between two checks for interrupts.
 const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
 /// Windows that are read of a list that is too long: the core says how many are possible.
@@ -366,8 +366,8 @@ pub(crate) fn windows_of(name: &str, groups: &Bound<'_, PyAny>) -> PyResult<Vec<
     let too_many = |given| {
         raise(Error::OutOfRange {
             name: "the number of layer groups",
-            least: 1,
-            most: 64,
+            min: 1,
+            max: 64,
             given,
         })
     };

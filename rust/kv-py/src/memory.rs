@@ -95,7 +95,7 @@ impl BlockRows {
     #[allow(unsafe_code)]
     pub(crate) fn row(&self, block: usize) -> &[u8] {
         let start = self.start(block);
-        // SAFETY: the row lies in the buffer (see `start`), whose memory stays in place while the buffer is held; all
+        // SAFETY: the row is in the buffer (see `start`), whose memory stays in place while the buffer is held; all
         // bits are a `u8`; no thread writes to it (see above). Attention over the same array, in another thread,
         // reads and writes other blocks.
         unsafe { std::slice::from_raw_parts(start, self.row_bytes) }

@@ -239,7 +239,7 @@ impl StepPlan {
     }
 }
 
-/// How many tokens each sequence accepted: one or more each, so there are no more counts than tokens.
+/// How many tokens each sequence accepted: at least one each, so at most one count per token.
 fn accepted(counts: &Bound<'_, PyAny>, tokens: usize) -> PyResult<Vec<usize>> {
     let too_many = |counts| {
         PlanError::new_err(format!(

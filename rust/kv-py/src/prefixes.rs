@@ -32,8 +32,8 @@ pub(crate) struct SharedPrefixes {
 }
 
 impl SharedPrefixes {
-    /// Calls `fill` for a step of so many sequences, and writes down what it found if that is new. Runs no
-    /// Python code.
+    /// Calls `fill` for a step of this many sequences, and writes the prefixes to the arrays if they have changed. Runs
+    /// no Python code.
     pub(crate) fn with(
         &self,
         sequences: usize,

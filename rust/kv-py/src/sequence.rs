@@ -94,8 +94,8 @@ impl Sequence {
         self.view(py, |view| view.num_restored_tokens)
     }
 
-    /// The tokens that it has reused, by source, since it last had no blocks, and why its first prefill computed others.
-    /// No reason is known unless the manager was created with `explain=True`.
+    /// The tokens that it has reused, by source, since it last had no blocks, and why its first prefill computed
+    /// others. No reason is known unless the manager was created with `explain=True`.
     fn explain(&self, py: Python<'_>) -> PyResult<Explanation> {
         self.core.with(py, |core| {
             let view = core.view(self.key())?;
@@ -118,7 +118,7 @@ impl Sequence {
         Ok(self.tables(py, Some(1))?.swap_remove(0))
     }
 
-    /// Ids of its blocks, one list per layer group. The null block stands for a block that was released because no
+    /// Ids of its blocks, one list per layer group. The null block replaces a block that was released because no
     /// later token sees it.
     #[getter]
     fn block_tables(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {

@@ -17,10 +17,10 @@ use crate::numbers::{in_words, not_an_int};
 /// Spare capacity of a prompt, in tokens: the first sampled tokens do not reallocate it.
 const SPARE: usize = 64;
 
-/// Elements of a buffer that are copied before they are looked at: other threads may write to the buffer.
+/// Elements of a buffer that are copied before they are checked: other threads may write to the buffer.
 const CHUNK: usize = 256;
 
-/// The most tokens that anything can have: as many as 32-bit positions reach.
+/// The most tokens of a sequence: as many as 32-bit positions reach.
 const MOST: usize = 1 << 31;
 
 /// The token ids of a list or buffer as `u32`; all of them or an error that names the first bad one.
@@ -50,7 +50,7 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
     let mut tokens = with_spare(list.len())?;
     leading_ints(list, &mut tokens);
-    // What is not a plain int may be one all the same: NumPy's, for example.
+    // An item that is not a plain int may be an integer of NumPy, for example.
     for (at, item) in list.iter().enumerate().skip(tokens.len()) {
         tokens.push(token_id(&item, at)?);
     }
@@ -74,7 +74,7 @@ fn token_id(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     let py = item.py();
     let is_int = item.is_exact_instance_of::<PyInt>() || item.is_instance_of::<PyInt>();
     if !is_int {
-        // A row of one element would turn into an int as well.
+        // An array of one element would convert to an int, too.
         match item.len() {
             Ok(_) => return Err(bad_token(&in_words(item)?, at)),
             Err(error) if error.is_instance_of::<PyTypeError>(py) => {}
@@ -85,8 +85,8 @@ fn token_id(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     token.map_err(|error| not_an_int(item, error, |shown| bad_token(&shown, at)))
 }
 
-/// What is no list of ints: nothing that iterates, or a memoryview of a format that Python itself
-/// cannot read. Errors of the iterator are the caller's own.
+/// The error for an object that cannot be iterated, or a memoryview of a format that Python itself cannot read. Errors
+/// of the iterator are raised as they are.
 fn unreadable(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     let py = object.py();
     let refused = if error.is_instance_of::<PyNotImplementedError>(py) {
@@ -106,7 +106,7 @@ fn unreadable(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     refused
 }
 
-/// A tensor whose memory cannot be had.
+/// The error for a tensor whose memory cannot be read, for example one of a GPU.
 fn unreadable_tensor(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     let py = object.py();
     let refused = TokenError::new_err(format!(
@@ -170,7 +170,7 @@ fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u3
     Ok(tokens)
 }
 
-/// Appends values, which no other thread writes to: narrows first and looks at the higher bits once, at the end.
+/// Appends values, which no other thread writes to. Narrows all of them, then checks the higher bits once.
 fn narrow<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> PyResult<()> {
     let first = tokens.len();
     if low_halves(tokens, values) == 0 {

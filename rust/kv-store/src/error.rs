@@ -143,7 +143,7 @@ pub enum DropReason {
 pub enum Get {
     /// The buffers hold the payload.
     Hit,
-    /// There is no such entry; the buffers are as they were, or hold bytes to be ignored.
+    /// The entry does not exist; the buffers are unchanged, or their bytes are invalid.
     Miss,
     /// The disk failed or does not answer; the buffers hold bytes to be ignored.
     Failed,

@@ -49,7 +49,7 @@ impl Drop for WriterLock {
 impl Folder {
     /// Opens a folder that only its owner can enter, or makes one to write to. The path ends with a name.
     ///
-    /// A folder of something else is said to be that, whoever can enter it: advice to change its mode
+    /// A folder with other contents is reported as that, whatever its mode: advice to change its mode
     /// would harm what it holds.
     pub(crate) fn open(path: &Path, access: Access) -> Result<Self, OpenError> {
         let io = |source| OpenError::Io {

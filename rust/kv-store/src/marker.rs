@@ -53,7 +53,7 @@ pub(crate) fn check(disk: &dyn Disk, path: &Path, text: &str) -> Result<bool, Op
     }
 }
 
-/// Writes the marker file, whole or not at all, unless it is there. It is on the device before any segment is made.
+/// Writes the marker file atomically, unless it exists. It is on the device before any segment is created.
 pub(crate) fn write(disk: &dyn Disk, text: &str) -> io::Result<()> {
     if read(disk, MARKER)?.is_none() {
         if read(disk, NEW_MARKER)?.as_deref() != Some(text) {

@@ -121,7 +121,7 @@ impl Shared {
         Ok(header)
     }
 
-    /// The answer of a read that has ended. A hit is no use yet: a check reads entries, too.
+    /// The answer of a read that has ended. A hit does not count as a use yet: a check reads entries, too.
     fn end_read(
         &self,
         state: &mut State,

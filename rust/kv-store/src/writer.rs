@@ -30,7 +30,7 @@ pub(crate) struct Writer {
     unsynced: BTreeSet<u32>,
     /// The same of names of files.
     are_names_unsynced: bool,
-    /// When it last looked at its folder and at the free space.
+    /// When it last checked its folder and the free space.
     last_look: Instant,
 }
 
@@ -191,7 +191,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A full disk lowers the limit: the store goes on with the bytes that it has.
+    /// A full disk lowers the limit: the store continues with the bytes that it has.
     fn retry_full(&mut self, job: &WriteJob, error: io::Error) -> io::Result<Place> {
         if !is_full(&error) {
             return Err(error);

@@ -12,7 +12,7 @@ pub enum TraceError {
     #[error("cannot read the recording: {0}")]
     Io(#[from] io::Error),
     /// The file is not a recording.
-    #[error("this is no recording of a BlockManager; give a file that record() has written")]
+    #[error("this is not a recording of a BlockManager; give a file that record() has written")]
     NotATrace,
     /// A recording in another version of the format.
     #[error(

@@ -67,7 +67,7 @@ pub trait Record {
     /// Only a manager without any sequence or step so far can be recorded, because a replay begins with an empty
     /// one. A separate thread writes, in chunks; it gets the rest at [`stop_recording`](Self::stop_recording),
     /// or when the manager is dropped. No call waits for the writer. If the writer fails, or falls 32 MiB behind,
-    /// the recording ends there and the manager goes on.
+    /// the recording ends there and the manager continues.
     ///
     /// # Errors
     /// [`Error::Recording`], [`Error::NotNew`]

@@ -38,8 +38,8 @@ fn a_trace_error_names_its_values() {
         (
             TraceError::Config(Error::OutOfRange {
                 name: "block_size",
-                least: 1,
-                most: 65_536,
+                min: 1,
+                max: 65_536,
                 given: 0,
             }),
             &["refused", "block_size must be 1 to 65536, got 0"],

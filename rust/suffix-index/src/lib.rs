@@ -6,7 +6,7 @@
 //! its tokens is the most frequent continuation.
 //!
 //! Occurrences are found by hash chains, as in LZ77 (Ziv and Lempel, 1977): the last position of each
-//! n-gram of [`MIN_MATCH`] tokens, and from each position the previous one. A draft looks at [`MAX_MATCHES`]
+//! n-gram of [`MIN_MATCH`] tokens, and from each position the previous one. A draft compares [`MAX_MATCHES`]
 //! positions at most, so its time does not depend on the size of the index.
 //!
 #![doc = include_str!("../README.md")]

@@ -6,7 +6,7 @@ use std::collections::{HashMap, VecDeque};
 pub const MIN_MATCH: usize = 3;
 /// The longest suffix that is compared, in tokens.
 pub const MAX_MATCH: usize = 32;
-/// Occurrences that are looked at, latest first, in the sequence and in the archive each.
+/// Occurrences that are compared, latest first, in the sequence and in the archive each.
 pub const MAX_MATCHES: usize = 64;
 
 /// Draft tokens for a sequence.
@@ -194,7 +194,7 @@ impl TokenLog {
         count
     }
 
-    /// Whether a sequence goes on at a position.
+    /// Whether a sequence continues at a position.
     fn continues_at(&self, position: u64) -> bool {
         position < self.total() && self.get(position).offset > 0
     }

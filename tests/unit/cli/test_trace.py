@@ -110,7 +110,7 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
             b"kvtrace\n\x07",
             "format 7, this version reads format 4; replay it with the version that",
         ),
-        (b"{}", "is no recording of a BlockManager; give a file that record() has written"),
+        (b"{}", "is not a recording of a BlockManager; give a file that record() has written"),
     ],
 )
 def test_files_that_cannot_be_replayed(tmp_path: Path, data: bytes, said: str) -> None:

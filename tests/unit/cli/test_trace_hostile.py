@@ -146,7 +146,7 @@ def test_huge_files(whole: bytes, tmp_path: Path, tail: bytes, said: str) -> Non
 
 def test_endless_files() -> None:
     for file in (Path("/dev/zero"), Path("/dev/urandom")):
-        assert "is no recording" in replayed_within(64, file)
+        assert "is not a recording" in replayed_within(64, file)
 
 
 def test_a_pool_that_does_not_fit_into_memory(tmp_path: Path) -> None:

@@ -43,10 +43,10 @@ pub(crate) const FULL: u32 = 13;
 pub(crate) const AGAIN: u32 = 14;
 /// Dropped, and alive in the older plan.
 pub(crate) const LEFT: u32 = 15;
-/// Begins inside a logical block in the newer plan, behind what it copies of `PARENT`'s.
+/// Begins inside a logical block in the newer plan, after tokens copied from `PARENT`.
 pub(crate) const BORROWER: u32 = 16;
 
-/// A way to spoil a scene, and what the validator must say of it.
+/// A corruption of a scene, and the validator's message.
 pub(crate) type Case = (&'static str, fn(&mut Scene));
 
 pub(crate) struct Scene {
@@ -255,10 +255,10 @@ pub(crate) fn each_is_named(healthy: fn() -> Scene, cases: &[Case]) {
         let mut scene = healthy();
         assert_eq!(scene.manager.check(), Ok(()), "before case {at}");
         spoil(&mut scene);
-        let found = scene.manager.check().expect_err(expected);
+        let difference = scene.manager.check().expect_err(expected);
         assert!(
-            found.contains(expected),
-            "case {at}: {found:?} is not {expected:?}"
+            difference.contains(expected),
+            "case {at}: {difference:?} is not {expected:?}"
         );
     }
 }

@@ -17,8 +17,8 @@ impl Pool {
         metas.map(|(index, (meta, held))| (BlockId::new(index), meta, held.some()))
     }
 
-    /// Recounts everything. `held`: table entries per block; `plan_pins`: holds of open plans and transfers; `before`: references of
-    /// pins when `deferred`, the blocks of deferred releases, was read.
+    /// Recounts everything. `held`: table entries per block; `plan_pins`: holds of open plans and transfers; `before`:
+    /// references of pins when `deferred`, the blocks of deferred releases, was read.
     pub(crate) fn check(
         &self,
         held: &[u32],
@@ -149,12 +149,12 @@ fn check_pins(
     before: PinRefs,
     after: PinRefs,
 ) -> Result<(), String> {
-    let (least, most) = (after.0, before.1);
-    ensure(least <= counted && counted <= most, || {
-        format!("pins hold {counted} blocks, counted {least} to {most}")
+    let (min, max) = (after.0, before.1);
+    ensure(min <= counted && counted <= max, || {
+        format!("pins hold {counted} blocks, counted {min} to {max}")
     })?;
     match lost {
-        Some(block) if least == most => Err(format!("{block:?} has no holder and is not queued")),
+        Some(block) if min == max => Err(format!("{block:?} has no holder and is not queued")),
         _ => Ok(()),
     }
 }
@@ -280,10 +280,10 @@ mod tests {
             let mut scene = scene();
             assert_eq!(check(&scene), Ok(()));
             spoil(&mut scene);
-            let found = check(&scene).expect_err(expected);
+            let difference = check(&scene).expect_err(expected);
             assert!(
-                found.contains(expected),
-                "case {at}: {found:?} is not {expected:?}"
+                difference.contains(expected),
+                "case {at}: {difference:?} is not {expected:?}"
             );
         }
         let mut scene = scene();

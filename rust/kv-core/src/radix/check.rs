@@ -228,9 +228,9 @@ impl RadixTree {
         let mut all = HashSet::new();
         for (id, node) in self.live_nodes() {
             let len = node.tokens.len() / self.block_size;
-            let (hashes, asked) = (node.hashes.len(), node.num_hashed as usize);
-            ensure(hashes <= asked && asked <= len, || {
-                format!("{id:?} has {hashes} hashes of {asked} in {len} blocks")
+            let (hashes, num_hashed) = (node.hashes.len(), node.num_hashed as usize);
+            ensure(hashes <= num_hashed && num_hashed <= len, || {
+                format!("{id:?} has {hashes} hashes of {num_hashed} in {len} blocks")
             })?;
             let mut parent = node
                 .parent
@@ -436,10 +436,10 @@ mod tests {
             let mut scene = scene();
             assert_eq!(scene.tree.check(&scene.sequences), Ok(()));
             spoil(&mut scene);
-            let found = scene.tree.check(&scene.sequences).expect_err(expected);
+            let difference = scene.tree.check(&scene.sequences).expect_err(expected);
             assert!(
-                found.contains(expected),
-                "case {at}: {found:?} is not {expected:?}"
+                difference.contains(expected),
+                "case {at}: {difference:?} is not {expected:?}"
             );
         }
     }

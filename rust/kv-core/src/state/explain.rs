@@ -30,15 +30,15 @@ impl State {
             explanation.miss = miss(0, MissReason::ReadsDisabled);
             return explanation;
         }
-        let (found, groups) = (&mut self.matched, &self.groups);
-        found.begin(NodePosition::NONE, 0);
+        let (matched, groups) = (&mut self.matched, &self.groups);
+        matched.begin(NodePosition::NONE, 0);
         let mut ready = 0;
         if let Some(root) = self.pool.tree().root(namespace) {
             let (pool, root) = (&mut self.pool, Registered::at_root(root));
-            pool.find_match(found, groups, tokens, root, Purpose::Read);
-            ready = found.num_indices;
+            pool.find_match(matched, groups, tokens, root, Purpose::Read);
+            ready = matched.num_indices;
             let purpose = Purpose::Prefill { replay: 0 };
-            pool.find_match(found, groups, tokens, root, purpose);
+            pool.find_match(matched, groups, tokens, root, purpose);
         }
         explanation.num_pool_tokens = ready * block_size;
         let is_loading = self.pool.any_loading() && {

@@ -16,7 +16,7 @@ use crate::state::State;
 pub struct PrefillRequest {
     /// The most tokens to compute in this step.
     pub max_tokens: usize,
-    /// If given, blocks must suffice for all known tokens and for so many blocks more.
+    /// If given, blocks must suffice for all known tokens, with this many to spare.
     pub spare_blocks: Option<usize>,
     /// Cached tokens that are computed again.
     pub replay: usize,
@@ -29,15 +29,15 @@ struct CopySource {
     tokens: usize,
 }
 
-/// How many of `rest` tokens from `start` on to compute, at most `most`: up to a block boundary if not all.
-fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
-    if rest <= most {
+/// How many of `rest` tokens from `start` on to compute, at max_tokens `max_tokens`: up to a block boundary if not all.
+fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
+    if rest <= max_tokens {
         return rest;
     }
-    let boundary = (start + most) / block_size * block_size;
+    let boundary = (start + max_tokens) / block_size * block_size;
     match boundary > start {
         true => boundary - start,
-        false => most,
+        false => max_tokens,
     }
 }
 
@@ -177,15 +177,15 @@ impl State {
         source: Option<CopySource>,
     ) -> Prefill {
         let max_tokens = request.max_tokens;
-        let most = max_tokens.min(self.steps.newest().budget_left);
+        let limit = max_tokens.min(self.steps.newest().budget_left);
         let (start, cached_end, replay) = self.start_after_match(seq_index, source, request.replay);
-        if start.saturating_add(most) < cached_end {
+        if start.saturating_add(limit) < cached_end {
             return Prefill::NoBudget; // a replay is computed in one step
         }
         let seq = self.seqs.at(seq_index);
         let rest = seq.tokens.len() - start;
-        let len = match chunk(start, rest, most, self.groups.block_size()) {
-            len if start + len < cached_end => most,
+        let len = match chunk(start, rest, limit, self.groups.block_size()) {
+            len if start + len < cached_end => limit,
             len => len,
         };
         let copies = match (self.matched.num_indices, source) {
@@ -357,13 +357,13 @@ impl State {
         let index = indices * size;
         // The last token is always computed.
         let end = tokens.len().saturating_sub(1).min(index + size);
-        let least = size.div_ceil(8);
+        let min_tokens = size.div_ceil(8);
         let tokens = tokens.get(index..end)?;
-        if tokens.len() < least {
+        if tokens.len() < min_tokens {
             return None;
         }
         let last = self.matched.last;
-        let best = self.pool.longest_partial_match(last, tokens, least);
+        let best = self.pool.longest_partial_match(last, tokens, min_tokens);
         best.map(|(position, tokens)| CopySource { position, tokens })
     }
 
@@ -377,8 +377,8 @@ impl State {
             self.matched.begin(registered.last, 0);
             return false;
         }
-        let (found, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
-        pool.find_match(found, groups, &seq.tokens, registered, purpose);
+        let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+        pool.find_match(matched, groups, &seq.tokens, registered, purpose);
         true
     }
 

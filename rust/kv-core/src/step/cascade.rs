@@ -54,7 +54,7 @@ struct Above {
 }
 
 /// The prefixes of at least `min_blocks` blocks and `min_rows` rows, level by level. `own`: for each place, the first
-/// block that is in none of them. A prefix that is too short is left to those in it.
+/// block that is in none of them. A prefix that is too short is left to the prefixes in it.
 pub(super) fn prefixes(
     common: &[u32],
     min_blocks: usize,

@@ -129,8 +129,8 @@ impl Steps {
             ensure(key.manager == self.manager, || {
                 format!("{key:?} is another manager's")
             })?;
-            ensure(last < serial && serial <= self.made, || {
-                let plans = self.made;
+            ensure(last < serial && serial <= self.num_begun, || {
+                let plans = self.num_begun;
                 format!("plan {serial} follows plan {last} of {plans}")
             })?;
             last = serial;
@@ -307,10 +307,10 @@ fn check_reused(
         format!("sequence {id} starts at {start} with {tokens} tokens of {matched} blocks reused")
     })?;
     let (blocks, in_flight) = (prefill.matched_blocks, prefill.in_flight);
-    let most = prefill.matched_indices * state.groups.len();
+    let max_blocks = prefill.matched_indices * state.groups.len();
     ensure(
-        blocks <= most && in_flight <= blocks + prefill.already_cached.len(),
-        || format!("sequence {id} reused {blocks} blocks of {most}, {in_flight} in flight"),
+        blocks <= max_blocks && in_flight <= blocks + prefill.already_cached.len(),
+        || format!("sequence {id} reused {blocks} blocks of {max_blocks}, {in_flight} in flight"),
     )?;
     ensure(state.sharing || prefill.preregistered == 0, || {
         format!("sequence {id} preregisters what it must not")
@@ -505,7 +505,7 @@ mod tests {
         }),
         ("follows plan 12 of 12", |s| plan(s, OLDER).key.serial = 12),
         ("plan 12 follows plan 11 of 11", |s| {
-            s.manager.state.steps.made = 11
+            s.manager.state.steps.num_begun = 11
         }),
         ("plan 12 begins with 99 decodes, counted", |s| {
             plan(s, NEWER).decodes = 99

@@ -1,5 +1,5 @@
 //! The allocator's interface, without plans: for engines that schedule themselves and may free a sequence in the
-//! middle of a step. Sequences, merges and counters are those of planned steps.
+//! middle of a step. Sequences, merges and counters work as in planned steps.
 //!
 //! Nothing is pinned for a step here: a released block may be allocated by the next call. That is correct if the
 //! device runs the engine's steps in the order in which their blocks were allocated.

@@ -115,31 +115,35 @@ impl PrefixArrays<'_> {
     /// Numbers per prefix.
     pub const WIDTH: usize = 5;
 
-    /// Checks that they are large enough for a step of so many sequences.
+    /// Checks that they are large enough for a step of this many sequences.
     ///
     /// # Errors
     /// [`Error::BufferTooSmall`]
     pub fn check(&self, sequences: usize) -> Result<(), Error> {
-        let most = sequences.saturating_sub(1);
+        let max_prefixes = sequences.saturating_sub(1);
         check_sizes(&[
             ("order", sequences, self.order.len()),
             ("own_blocks", sequences, self.own_blocks.len()),
-            ("prefixes (rows)", most, self.prefixes.len() / Self::WIDTH),
+            (
+                "prefixes (rows)",
+                max_prefixes,
+                self.prefixes.len() / Self::WIDTH,
+            ),
         ])
     }
 }
 
 impl SharedPrefixes {
     /// Prefixes of one layer group, of at least `min_blocks` blocks that at least `min_rows` rows share. Shorter ones
-    /// belong to the prefixes in them, or to the rows themselves. A group with a window has none: what its rows see
-    /// moves with every token.
+    /// belong to the prefixes in them, or to the rows themselves. A group with a window has none: its
+    /// windows move with every token.
     ///
     /// # Errors
     /// [`Error::TooFew`] for no blocks, or less than two rows.
     pub fn new(group: usize, min_blocks: usize, min_rows: usize) -> Result<Self, Error> {
-        for (name, least, given) in [("min_blocks", 1, min_blocks), ("min_rows", 2, min_rows)] {
-            if given < least {
-                return Err(Error::TooFew { name, least, given });
+        for (name, min, given) in [("min_blocks", 1, min_blocks), ("min_rows", 2, min_rows)] {
+            if given < min {
+                return Err(Error::TooFew { name, min, given });
             }
         }
         Ok(Self::empty(group, min_blocks, min_rows))
@@ -281,11 +285,11 @@ impl State {
         let (mut is_final, mut registered) = (true, true);
         for entry in &plan.entries {
             let seq = self.seqs.at(entry.seq_index);
-            let (depth, most) = (seq.registered.num_indices(), full_indices_seen(self, entry));
-            is_final &= depth <= most;
-            let last = tree.ancestor(seq.registered.last, depth.saturating_sub(most));
-            paths.push(tree, last, depth.min(most) as u32);
-            registered &= !self.shares_more(seq, shared.group, most)
+            let (depth, max_depth) = (seq.registered.num_indices(), full_indices_seen(self, entry));
+            is_final &= depth <= max_depth;
+            let last = tree.ancestor(seq.registered.last, depth.saturating_sub(max_depth));
+            paths.push(tree, last, depth.min(max_depth) as u32);
+            registered &= !self.shares_more(seq, shared.group, max_depth)
                 && matches!(self.table_of(plan, entry), Cow::Borrowed(_));
         }
         if registered {
@@ -308,9 +312,9 @@ impl State {
         let tables: Vec<(usize, Cow<'_, BlockTable>)> = tables.collect();
         let group = shared.group;
         let leading = |row: u32| -> &[BlockId] {
-            let (most, table) = &tables[row as usize];
+            let (max_depth, table) = &tables[row as usize];
             let blocks = table.blocks_of(group);
-            &blocks[..blocks.len().min(*most)]
+            &blocks[..blocks.len().min(*max_depth)]
         };
         let common = |one, other| {
             let pairs = leading(one).iter().zip(leading(other));
@@ -327,10 +331,10 @@ fn full_indices_seen(state: &State, entry: &Entry) -> usize {
 }
 
 impl State {
-    /// Whether a table shares a block after its registered ones, among the first `most`.
-    fn shares_more(&self, seq: &Sequence, group: usize, most: usize) -> bool {
+    /// Whether a table shares a block after its registered ones, among the first `max_depth`.
+    fn shares_more(&self, seq: &Sequence, group: usize, max_depth: usize) -> bool {
         let end = seq.registered.num_indices();
-        let next = seq.table.get(group, end).filter(|_| end < most);
+        let next = seq.table.get(group, end).filter(|_| end < max_depth);
         next.is_some_and(|block| self.pool.seq_refs(block) > 1)
     }
 }

@@ -15,7 +15,7 @@ pub(crate) struct Steps {
     /// Oldest first; at most two.
     pub(super) open: Vec<Plan>,
     /// Steps begun so far.
-    pub(super) made: u64,
+    pub(super) num_begun: u64,
     /// The memory of a closed plan's entries, for the next plan.
     pub(super) spare_entries: Vec<Entry>,
     /// Entries of the newest plan that need a new logical block; empty between calls.
@@ -33,14 +33,14 @@ impl Steps {
     }
 
     /// Steps begun so far.
-    pub(crate) fn made(&self) -> u64 {
-        self.made
+    pub(crate) fn num_begun(&self) -> u64 {
+        self.num_begun
     }
 
     /// The step before the oldest open one: published and restored blocks count as computed by it.
     pub(crate) fn last_closed(&self) -> u32 {
         let oldest = self.open.first().map(|plan| plan.key.serial);
-        (oldest.unwrap_or(self.made + 1) - 1) as u32
+        (oldest.unwrap_or(self.num_begun + 1) - 1) as u32
     }
 
     pub(crate) fn begin(&mut self, token_budget: usize) -> Result<PlanKey, Error> {
@@ -48,10 +48,10 @@ impl Steps {
             let plan = oldest.key.serial;
             return Err(Error::PlanOpen { plan });
         }
-        self.made += 1;
+        self.num_begun += 1;
         let key = PlanKey {
             manager: self.manager,
-            serial: self.made,
+            serial: self.num_begun,
         };
         let entries = std::mem::take(&mut self.spare_entries);
         let bit = match self.open.first() {
@@ -80,8 +80,8 @@ impl Steps {
                 id: key.serial,
             });
         }
-        let found = self.open.iter().find(|plan| plan.key == key);
-        found.ok_or(Error::PlanClosed { plan: key.serial })
+        let plan = self.open.iter().find(|plan| plan.key == key);
+        plan.ok_or(Error::PlanClosed { plan: key.serial })
     }
 
     /// The plan, which must be the `first` one.
@@ -126,13 +126,13 @@ impl Steps {
         indices_left: usize,
     ) -> usize {
         let plan = self.open.last_mut().expect("checked before");
-        let most = sequences.len().min(plan.budget_left);
+        let limit = sequences.len().min(plan.budget_left);
         let (before, samples) = (plan.entries.len(), plan.num_samples..);
         let (bit, block) = (plan.bit, groups.block());
         // In registers, not in the plan: the compiler cannot know that a sequence is not part of it.
         let mut entries = std::mem::take(&mut plan.entries);
-        entries.reserve(most);
-        for (&key, sample) in sequences[..most].iter().zip(samples) {
+        entries.reserve(limit);
+        for (&key, sample) in sequences[..limit].iter().zip(samples) {
             let Some(seq) = seqs.decoding(key, bit) else {
                 break;
             };

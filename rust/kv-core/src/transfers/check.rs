@@ -11,9 +11,9 @@ impl State {
     pub(crate) fn check_transfers(&self, counts: &mut HashMap<BlockId, u32>) -> Result<(), String> {
         let (mut last, mut loading) = (0, HashSet::new());
         for (&serial, open) in &self.transfers.open {
-            let made = self.transfers.made;
-            ensure(last < serial && serial <= made, || {
-                format!("transfer {serial} follows transfer {last} of {made}")
+            let num_begun = self.transfers.num_begun;
+            ensure(last < serial && serial <= num_begun, || {
+                format!("transfer {serial} follows transfer {last} of {num_begun}")
             })?;
             ensure(open.key.serial == serial, || {
                 format!(
@@ -65,7 +65,7 @@ mod tests {
 
     const CASES: &[Case] = &[
         ("transfer 1 follows transfer 0 of 0", |s| {
-            s.manager.state.transfers.made = 0;
+            s.manager.state.transfers.num_begun = 0;
         }),
         ("transfer 9 is in the place of transfer 1", |s| {
             first(s).key.serial = 9;

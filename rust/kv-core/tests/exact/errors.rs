@@ -9,8 +9,8 @@ fn errors() -> Vec<(Error, &'static [&'static str])> {
         (
             OutOfRange {
                 name: "block_size",
-                least: 1,
-                most: 65_536,
+                min: 1,
+                max: 65_536,
                 given: 70_001,
             },
             &["block_size", "1 to 65536", "70001"],
@@ -93,7 +93,7 @@ fn errors() -> Vec<(Error, &'static [&'static str])> {
         (
             TooFew {
                 name: "min_rows",
-                least: 58,
+                min: 58,
                 given: 59,
             },
             &["min_rows", "at least 58", "got 59"],

@@ -4,12 +4,12 @@ use kv_core::{BlockManager, BlockState, Config, ContentHasher, Error};
 
 use super::tools::{begin, computed, manager, prompt, sequence, settings, with};
 
-/// The setting `name` must be `least` to `most`.
-fn out_of_range(name: &'static str, least: usize, most: usize, given: usize) -> Option<Error> {
+/// The setting `name` must be `min` to `max`.
+fn out_of_range(name: &'static str, min: usize, max: usize, given: usize) -> Option<Error> {
     Some(Error::OutOfRange {
         name,
-        least,
-        most,
+        min,
+        max,
         given,
     })
 }
@@ -67,7 +67,7 @@ fn layer_groups() {
     let number = |given| out_of_range("the number of layer groups", 1, 64, given);
     let window = Error::TooFew {
         name: "a layer group's window",
-        least: 1,
+        min: 1,
         given: 0,
     };
     for (groups, error) in [

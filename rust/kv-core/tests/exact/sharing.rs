@@ -280,17 +280,17 @@ fn a_group_with_a_window_shares_nothing() {
 
 #[test]
 fn limits_that_leave_nothing_to_share_are_refused() {
-    for (blocks, rows, name, least, given) in [
+    for (blocks, rows, name, min, given) in [
         (0, 2, "min_blocks", 1, 0),
         (1, 1, "min_rows", 2, 1),
         (1, 0, "min_rows", 2, 0),
     ] {
         let refused = SharedPrefixes::new(0, blocks, rows).err();
-        assert_eq!(refused, Some(Error::TooFew { name, least, given }));
+        assert_eq!(refused, Some(Error::TooFew { name, min, given }));
     }
     let error = Error::TooFew {
         name: "min_rows",
-        least: 2,
+        min: 2,
         given: 1,
     };
     assert_eq!(error.to_string(), "min_rows must be at least 2, got 1");
