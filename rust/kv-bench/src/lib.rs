@@ -5,10 +5,7 @@ mod world;
 
 use kv_core::Error;
 
-pub use world::World;
-
-/// Every call of the manager may be misused; these are not.
-pub type Outcome = Result<(), Error>;
+pub use world::{Outcome, World};
 
 /// An operation. Only `run` is measured; `prepare` comes before each run, and tidies up after the last.
 pub struct Operation {

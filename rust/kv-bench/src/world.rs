@@ -1,6 +1,5 @@
 //! A manager in steady state, and what the operations need beside it.
 
-use crate::Outcome;
 use kv_core::{
     BlockManager, Config, Error, IntArray, Pin, PlanHandle, SeqHandle, SeqKey, SharedI64,
     StepArrays, TableRows,
@@ -16,6 +15,9 @@ const SEED: u64 = 1;
 const ROOM: usize = 64;
 /// The token that the model always samples.
 const SAMPLED: [u32; ROWS] = [1; ROWS];
+
+/// The calls of an operation are allowed.
+pub type Outcome = Result<(), Error>;
 
 /// A manager, and sequences, plans and prompts in the state that an operation wants.
 pub struct World {

@@ -11,4 +11,5 @@ mod world;
 pub use manager::{BlockManager, Prefilled, Promises};
 pub use operation::Operation;
 pub use remote::{Remote, RemoteManager};
-pub use runs::{Failure, Report, Runs, check};
+pub use runs::{Failure, Runs, check};
+pub use world::Report;

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::manager::BlockManager;
 use crate::operation::{Operation, Random};
-use crate::world::World;
+use crate::world::{Report, World};
 
 /// How much is tried.
 #[derive(Clone, Copy, Debug)]
@@ -27,19 +27,6 @@ impl Default for Runs {
             operations: 300,
         }
     }
-}
-
-/// Counts of the run: a test can check that they are not 0.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Report {
-    /// Steps committed.
-    pub steps: u64,
-    /// Tokens reused.
-    pub cached_tokens: u64,
-    /// Requests for blocks that were refused.
-    pub refusals: u64,
-    /// Blocks copied.
-    pub copies: u64,
 }
 
 /// A difference, with the operations that lead to it.

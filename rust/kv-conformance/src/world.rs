@@ -4,7 +4,19 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::manager::{BlockManager, Prefilled, Promises};
 use crate::operation::{Operation, tokens};
-use crate::runs::Report;
+
+/// Counts of the run: a test can check that they are not 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Steps committed.
+    pub steps: u64,
+    /// Tokens reused.
+    pub cached_tokens: u64,
+    /// Requests for blocks that were refused.
+    pub refusals: u64,
+    /// Blocks copied.
+    pub copies: u64,
+}
 
 const MAX_SEQUENCES: usize = 6;
 const MAX_TOKENS: usize = 40;

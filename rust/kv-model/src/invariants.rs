@@ -1,14 +1,16 @@
-//! The contract of the block manager: conditions that hold in every state.
+//! The contract of the block manager, for the checker: conditions that hold in every state.
 
-use crate::life::BlockLife;
+use stateright::{Model, Property};
+
+use crate::life::{Action, BlockLife};
 use crate::pool::BlockId;
 use crate::state::State;
 
 /// A condition with its name.
-pub(crate) type Invariant = (&'static str, fn(&BlockLife, &State) -> bool);
+type Invariant = (&'static str, fn(&BlockLife, &State) -> bool);
 
 /// Conditions that hold in every state.
-pub(crate) const INVARIANTS: &[Invariant] = &[
+const INVARIANTS: &[Invariant] = &[
     (
         "every block is free, evictable, active, pinned or loading",
         states_add_up,
@@ -40,6 +42,35 @@ pub(crate) const INVARIANTS: &[Invariant] = &[
     ),
     ("the parent of a cached block is cached", parents_are_cached),
 ];
+
+impl Model for BlockLife {
+    type State = State;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<State> {
+        vec![State::new(self.bounds.num_blocks)]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        // With a bug, a state that breaks an invariant leads nowhere: anything may follow.
+        let holds = |(_, holds): &(_, fn(&Self, &State) -> bool)| holds(self, state);
+        if self.flaw.is_none() || INVARIANTS.iter().all(holds) {
+            self.enabled(state, actions);
+        }
+    }
+
+    fn next_state(&self, state: &State, action: Action) -> Option<State> {
+        let (next, answer) = self.apply(state, action);
+        (!answer.is_refusal()).then_some(next)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        let always = INVARIANTS
+            .iter()
+            .map(|&(name, holds)| Property::always(name, holds));
+        always.collect()
+    }
+}
 
 fn ids(state: &State) -> impl Iterator<Item = BlockId> {
     0..state.pool.blocks.len() as BlockId

@@ -2,9 +2,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use stateright::{Model, Property};
-
-use crate::invariants::INVARIANTS;
 use crate::pool::{BlockId, MAX_BLOCK_SIZE};
 use crate::state::{NUM_SEQUENCES, Pin, Sequence, State, Step, Transfer};
 use crate::tokens::Tokens;
@@ -285,7 +282,7 @@ impl BlockLife {
     }
 
     /// Blocks that `tokens` tokens take.
-    pub(crate) fn indices(&self, tokens: usize) -> usize {
+    pub(crate) fn num_blocks(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.bounds.block_size)
     }
 
@@ -621,34 +618,5 @@ impl BlockLife {
         sequence.computed = (sequence.registered * block_size).min(sequence.tokens.len() - 1);
         sequence.planned = sequence.computed;
         sequence.computed - before
-    }
-}
-
-impl Model for BlockLife {
-    type State = State;
-    type Action = Action;
-
-    fn init_states(&self) -> Vec<State> {
-        vec![State::new(self.bounds.num_blocks)]
-    }
-
-    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
-        // With a bug, a state that breaks an invariant leads nowhere: anything may follow.
-        let holds = |(_, holds): &(_, fn(&Self, &State) -> bool)| holds(self, state);
-        if self.flaw.is_none() || INVARIANTS.iter().all(holds) {
-            self.enabled(state, actions);
-        }
-    }
-
-    fn next_state(&self, state: &State, action: Action) -> Option<State> {
-        let (next, answer) = self.apply(state, action);
-        (!answer.is_refusal()).then_some(next)
-    }
-
-    fn properties(&self) -> Vec<Property<Self>> {
-        let always = INVARIANTS
-            .iter()
-            .map(|&(name, holds)| Property::always(name, holds));
-        always.collect()
     }
 }

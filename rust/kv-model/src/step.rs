@@ -37,7 +37,7 @@ impl BlockLife {
             cached_end.min(known - 1)
         };
         let len = chunk(start, known - start, max_tokens, block_size);
-        let (indices, has) = (self.indices(start + len), before.0 + matched.len());
+        let (indices, has) = (self.num_blocks(start + len), before.0 + matched.len());
         let is_queued = |block: &&BlockId| state.pool.is_queued(**block);
         let revived = matched.iter().filter(is_queued).count();
         let (needed, available) = (
@@ -121,7 +121,7 @@ impl BlockLife {
         let sequence = state.at(seq);
         let (start, has, registered) =
             (sequence.planned, sequence.table.len(), sequence.registered);
-        let indices = self.indices(start + 1);
+        let indices = self.num_blocks(start + 1);
         let (needed, available) = (indices.saturating_sub(has), state.pool.available());
         if needed > available {
             self.saw(Event::NoRoom);

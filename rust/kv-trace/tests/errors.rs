@@ -10,7 +10,7 @@ fn a_trace_error_names_its_values() {
     let disk = || io::Error::other("the disk is gone");
     let errors: [(TraceError, &[&str]); 9] = [
         (disk().into(), &["cannot read", "the disk is gone"]),
-        (TraceError::NotATrace, &["no recording"]),
+        (TraceError::NotATrace, &["not a recording"]),
         (
             TraceError::Version {
                 found: 7,

@@ -39,7 +39,7 @@ fn a_circle_would_be_found() {
         ("kv-store", "store", "state"),
         ("suffix-index", "suffix_index", "token_log"),
     ] {
-        let mut graph = Graph::of_crate(&crates.join(name));
+        let mut graph = Graph::of_crate(crates.join(name));
         assert!(graph.imports(module, other), "{name}: {module}, {other}");
         graph.add(other, module);
         assert!(graph.circle().is_some(), "{name}");
