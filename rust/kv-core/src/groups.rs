@@ -95,7 +95,7 @@ impl Groups {
     }
 
     /// Logical blocks that `num_tokens` tokens need.
-    pub(crate) fn num_indices(&self, num_tokens: usize) -> usize {
+    pub(crate) fn end_of(&self, num_tokens: usize) -> usize {
         self.index_of(num_tokens.saturating_add(self.block_size() - 1))
     }
 
@@ -126,7 +126,7 @@ impl Groups {
     /// Logical blocks that the window of a query reaches into, and of the `replay` - 1 positions before it.
     fn reach(&self, group: usize, replay: usize) -> usize {
         let before = replay.saturating_sub(1);
-        let indices = |window: usize| self.num_indices(window.saturating_add(before));
+        let indices = |window: usize| self.end_of(window.saturating_add(before));
         self.windows[group].map_or(usize::MAX, indices)
     }
 
@@ -226,7 +226,7 @@ mod tests {
             let groups = Groups::new(&[None], block_size).expect("valid");
             for position in 0..40 {
                 assert_eq!(groups.index_of(position), position / block_size);
-                assert_eq!(groups.num_indices(position), position.div_ceil(block_size));
+                assert_eq!(groups.end_of(position), position.div_ceil(block_size));
             }
             assert_eq!((groups.len(), groups.block_size()), (1, block_size));
             assert!(!groups.have_windows() && !groups.is_window(0));

@@ -196,7 +196,7 @@ impl BlockManager {
             num_in_flight_tokens: seq.in_flight as usize,
             num_copied_tokens: seq.copied as usize,
             miss: seq.miss.as_deref(),
-            num_registered_blocks: seq.registered.num_indices(),
+            num_registered_blocks: seq.registered.end(),
         })
     }
 
@@ -292,7 +292,7 @@ impl BlockManager {
         if blocks.end != NodePosition::NONE {
             let (pool, table) = (&mut self.state.pool, &blocks.table);
             table.blocks().for_each(|block| pool.take_out(block));
-            num_tokens = table.num_indices() * self.config.block_size;
+            num_tokens = table.end() * self.config.block_size;
         }
         let serial = self.recorder.as_ref().map(|_| {
             self.pins_recorded += 1;
@@ -833,6 +833,6 @@ impl<'a> SequenceView<'a> {
     pub fn table(&self, group: usize) -> impl ExactSizeIterator<Item = Option<BlockId>> + 'a {
         let (table, groups) = (self.table, self.table.groups());
         assert!(group < groups, "one of {groups} layer groups");
-        (0..table.num_indices()).map(move |index| table.get(group, index))
+        (0..table.end()).map(move |index| table.get(group, index))
     }
 }

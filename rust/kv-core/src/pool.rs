@@ -266,7 +266,7 @@ impl Pool {
     ) {
         let (queue, open) = (&self.queue, self.open);
         let is_ready = |block: BlockId| open.are_done_with(queue.meta(block));
-        let (tree, last, indices) = (&mut self.tree, prefix.last, prefix.num_indices());
+        let (tree, last, indices) = (&mut self.tree, prefix.last, prefix.end());
         match purpose {
             Purpose::Read => {
                 matched.begin(last, 0);

@@ -31,7 +31,7 @@ impl Registered {
     }
 
     #[inline]
-    pub(crate) fn num_indices(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.num_indices as usize
     }
 }
@@ -186,7 +186,7 @@ impl Sequence {
     /// Whether its block of an index may be shared with a fork and is yet to be written.
     #[inline]
     pub(crate) fn may_share(&self, index: usize) -> bool {
-        (self.registered.num_indices()..self.shared_indices as usize).contains(&index)
+        (self.registered.end()..self.shared_indices as usize).contains(&index)
     }
 
     /// The row that samples its last pending token, if it has one.
@@ -348,13 +348,13 @@ impl Sequence {
         seen: impl Fn(usize) -> usize,
         slid: &mut Vec<(usize, BlockId)>,
     ) {
-        let (at, table) = (self.registered.num_indices(), &mut self.0.table);
+        let (at, table) = (self.registered.end(), &mut self.0.table);
         for group in 0..table.groups() {
             table.slide(group, seen(group).min(at), |block| {
                 slid.push((group, block))
             });
         }
-        let only_grows = slid.is_empty() && table.num_indices() == at;
+        let only_grows = slid.is_empty() && table.end() == at;
         self.0.table_version += u32::from(!only_grows);
         self.0.table.insert(at, matched);
         self.register(registered);

@@ -69,7 +69,7 @@ impl State {
     /// Allocates blocks until the table has `indices` logical blocks. The caller has checked that they are available.
     pub(crate) fn allocate(&mut self, seq_index: u32, indices: usize) {
         let seq = self.seqs.at_mut(seq_index);
-        let missing = indices.saturating_sub(seq.table.num_indices()) * seq.table.groups();
+        let missing = indices.saturating_sub(seq.table.end()) * seq.table.groups();
         if missing == 0 {
             return;
         }
@@ -104,7 +104,7 @@ impl State {
     /// Shortens a table to `indices` logical blocks, last entry first, so that prefixes outlive continuations.
     pub(crate) fn shorten(&mut self, seq_index: u32, indices: usize) {
         let seq = self.seqs.at_mut(seq_index);
-        let end = seq.table.num_indices();
+        let end = seq.table.end();
         if indices < end {
             let pool = &mut self.pool;
             seq.change_table(|table| match table.groups() {
@@ -118,7 +118,7 @@ impl State {
     pub(crate) fn final_indices(&self, seq: &Sequence) -> usize {
         let full = self.groups.index_of(seq.computed);
         match self.caching {
-            true => full.min(seq.registered.num_indices()),
+            true => full.min(seq.registered.end()),
             false => full,
         }
     }
@@ -135,11 +135,7 @@ impl State {
     fn slide_windows(&mut self, seq_index: u32) -> u64 {
         let seq = self.seqs.at(seq_index);
         let indices = self.final_indices(seq);
-        let starts = |group| {
-            self.groups
-                .first_index(group, indices)
-                .min(seq.table.num_indices())
-        };
+        let starts = |group| self.groups.first_index(group, indices).min(seq.table.end());
         if (0..self.groups.len()).all(|group| starts(group) <= seq.table.start(group)) {
             return 0;
         }
@@ -161,18 +157,18 @@ impl State {
         let seq = self.seqs.get(key)?;
         let registered = seq.registered;
         let starts = (0..self.groups.len()).map(|group| seq.table.start(group));
-        let first = starts.min().unwrap_or(0).min(registered.num_indices());
+        let first = starts.min().unwrap_or(0).min(registered.end());
         let is_ready = |index: usize| {
             seq.table
                 .blocks_at(index)
                 .all(|block| self.pool.is_ready(block))
         };
-        let missing = (first..registered.num_indices()).find(|&index| !is_ready(index));
-        let indices = missing.unwrap_or(registered.num_indices());
+        let missing = (first..registered.end()).find(|&index| !is_ready(index));
+        let indices = missing.unwrap_or(registered.end());
         // With fewer logical blocks a window would begin even earlier.
         let needed = |group| self.groups.first_index(group, indices);
         let prefix = seq.table.prefix(indices, needed).filter(|_| indices > 0);
-        let unused = registered.num_indices() - indices;
+        let unused = registered.end() - indices;
         Ok(match prefix {
             Some(table) => PrefixBlocks {
                 table,
@@ -220,7 +216,7 @@ impl State {
             });
         }
         let computed = tokens.min(seq.tokens.len() - 1);
-        let registered = Registered::new(last, pin.table().num_indices());
+        let registered = Registered::new(last, pin.table().end());
         let seq = self.seqs.at_mut(key.seq_index);
         seq.set_table(pin.table().clone(), registered, computed);
         seq.count_reused(computed, 0);
@@ -242,7 +238,7 @@ impl State {
         }
         let mut computed = seq.computed.min(num_tokens);
         let full = self.groups.index_of(computed);
-        let (last, indices) = (seq.registered.last, seq.registered.num_indices());
+        let (last, indices) = (seq.registered.last, seq.registered.end());
         let last = self
             .pool
             .tree()
@@ -250,13 +246,13 @@ impl State {
         let mut registered = Registered::new(last, indices.min(full));
         // Logical blocks that are yet to be registered are kept, too.
         let final_indices = match self.caching {
-            true => registered.num_indices(),
+            true => registered.end(),
             false => full,
         };
         let needed = |group| self.groups.first_index(group, final_indices);
         let has_all = (0..self.groups.len())
             .all(|group| seq.table.start(group) <= self.groups.first_index(group, full));
-        let table = seq.table.prefix(self.groups.num_indices(computed), needed);
+        let table = seq.table.prefix(self.groups.end_of(computed), needed);
         let table = table.filter(|_| has_all).unwrap_or_else(|| {
             computed = 0;
             registered = Registered::at_root(seq.root);
@@ -269,7 +265,7 @@ impl State {
             self.pool.hold_all(table.blocks_of(group));
         }
         self.pool.share_root(root);
-        let shared_indices = self.groups.num_indices(computed);
+        let shared_indices = self.groups.end_of(computed);
         self.seqs
             .at_mut(key.seq_index)
             .share_indices(shared_indices);
@@ -298,9 +294,9 @@ impl State {
                 computed,
             });
         }
-        let before = seq.table.num_indices();
-        let keep = self.groups.num_indices(num_tokens);
-        let keep = keep.max(seq.registered.num_indices()).min(before);
+        let before = seq.table.end();
+        let keep = self.groups.end_of(num_tokens);
+        let keep = keep.max(seq.registered.end()).min(before);
         self.shorten(key.seq_index, keep);
         Ok((before - keep) * self.groups.len())
     }
@@ -338,7 +334,7 @@ impl State {
         if seq.plans != PlanSet::NONE {
             return;
         }
-        if seq.registered.num_indices() > seq.kept_indices as usize {
+        if seq.registered.end() > seq.kept_indices as usize {
             self.discard_indices(seq_index);
         }
         self.shorten(seq_index, 0);
@@ -351,7 +347,7 @@ impl State {
     #[cold]
     fn discard_indices(&mut self, seq_index: u32) {
         let (seq, tree) = (self.seqs.at(seq_index), self.pool.tree());
-        let (kept, indices) = (seq.kept_indices as usize, seq.registered.num_indices());
+        let (kept, indices) = (seq.kept_indices as usize, seq.registered.end());
         let (mut end, mut discarded) = (seq.registered.last, Vec::new());
         for index in (kept..indices).rev() {
             for group in 0..self.groups.len() {

@@ -104,13 +104,13 @@ impl BlockTable {
 
     /// Logical blocks, released ones included.
     #[inline]
-    pub(crate) fn num_indices(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.first.end()
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.num_indices() == 0
+        self.end() == 0
     }
 
     /// The first index at which a group has a block.
@@ -149,10 +149,10 @@ impl BlockTable {
     pub(crate) fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
         let starts = (0..self.groups()).map(|group| self.start(group));
         let (first, start) = match self.others.is_empty() {
-            true => (&self.first.blocks[..], self.num_indices()),
+            true => (&self.first.blocks[..], self.end()),
             false => (&[][..], starts.min().unwrap_or(0)),
         };
-        let indices = (start..self.num_indices()).flat_map(|index| self.blocks_at(index));
+        let indices = (start..self.end()).flat_map(|index| self.blocks_at(index));
         first.iter().copied().chain(indices)
     }
 

@@ -53,7 +53,7 @@ impl State {
             return Ok(Reserve::NotNeeded);
         }
         let seq = self.seqs.at(key.seq_index);
-        let (before, last) = (seq.registered.num_indices(), self.matched.last);
+        let (before, last) = (seq.registered.end(), self.matched.last);
         let from = before + self.matched.num_indices;
         let end = self.groups.index_of(num_tokens.min(seq.tokens.len()));
         let (positions, unready) = self.follow_missing(key.seq_index, from..end);

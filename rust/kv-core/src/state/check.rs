@@ -42,7 +42,7 @@ impl State {
     /// A table has whole logical blocks of existing blocks, each at the same index of every table, in its layer group.
     fn check_table(&self, seq: &Sequence, held: &mut [Held]) -> Result<(), String> {
         let id = seq.id;
-        let indices = seq.table.num_indices();
+        let indices = seq.table.end();
         for group in 0..seq.table.groups() {
             let end = seq.table.start(group) + seq.table.blocks_of(group).len();
             ensure(end == indices, || {
@@ -76,7 +76,7 @@ impl State {
     fn check_progress(&self, seq: &Sequence) -> Result<(), String> {
         let (id, computed, end) = (seq.id, seq.computed, seq.planned_end);
         let (block_size, tokens) = (self.groups.block_size(), seq.tokens.len());
-        let indices = seq.table.num_indices();
+        let indices = seq.table.end();
         ensure(
             computed <= tokens && computed <= indices * block_size,
             || {
@@ -97,11 +97,11 @@ impl State {
             )
         })?;
         // The last token of a full hit is computed again.
-        let registered = seq.registered.num_indices() * block_size;
+        let registered = seq.registered.end() * block_size;
         ensure(registered <= end + 1, || {
             format!("sequence {id} is planned to {end} with {registered} registered tokens")
         })?;
-        ensure(self.caching || seq.registered.num_indices() == 0, || {
+        ensure(self.caching || seq.registered.end() == 0, || {
             format!("sequence {id} has registered blocks, and caching is off")
         })?;
         ensure(!seq.dropped || seq.plans != PlanSet::NONE, || {
@@ -112,10 +112,7 @@ impl State {
     /// A table has every logical block that a later token reads, and none that slid out of a window.
     fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
         let (id, computed) = (seq.id, seq.computed);
-        let indices = self
-            .groups
-            .index_of(computed)
-            .max(seq.registered.num_indices());
+        let indices = self.groups.index_of(computed).max(seq.registered.end());
         let final_indices = self.final_indices(seq);
         for group in 0..self.groups.len() {
             let start = seq.table.start(group);
@@ -126,7 +123,7 @@ impl State {
                 )
             })?;
             let unseen = self.groups.first_index(group, final_indices);
-            ensure(start >= unseen.min(seq.table.num_indices()), || {
+            ensure(start >= unseen.min(seq.table.end()), || {
                 format!(
                     "sequence {id} begins at block {start} of group {group}, nothing before {unseen} is seen"
                 )
@@ -139,9 +136,9 @@ impl State {
     fn check_unshared(&self, seq: &Sequence, held: &[Held]) -> Result<(), String> {
         let full = self.groups.index_of(seq.computed);
         let from = full
-            .max(seq.registered.num_indices())
+            .max(seq.registered.end())
             .max(seq.shared_indices as usize);
-        for block in (from..seq.table.num_indices()).flat_map(|index| seq.table.blocks_at(index)) {
+        for block in (from..seq.table.end()).flat_map(|index| seq.table.blocks_at(index)) {
             let times = held[block.at()].times;
             ensure(times == 1 && self.pool.cached_at(block).is_none(), || {
                 let id = seq.id;
@@ -154,7 +151,7 @@ impl State {
     /// Registered logical blocks are the blocks on the path from the root to the last one.
     fn check_registered(&self, seq: &Sequence) -> Result<(), String> {
         let (id, tree) = (seq.id, self.pool.tree());
-        let (mut position, indices) = (seq.registered.last, seq.registered.num_indices());
+        let (mut position, indices) = (seq.registered.last, seq.registered.end());
         let tokens = seq.tokens.get(..indices * self.groups.block_size());
         let is_path = tree.contains(position)
             && tokens.is_some_and(|tokens| tree.leads_to(seq.root, tokens, position));

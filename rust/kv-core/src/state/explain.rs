@@ -78,7 +78,7 @@ impl State {
         if seq.planned_end > seq.cached + seq.restored {
             return;
         }
-        let indices = seq.registered.num_indices() + self.matched.num_indices;
+        let indices = seq.registered.end() + self.matched.num_indices;
         let position = indices * block_size;
         let miss = if !self.caching || !seq.read_cache {
             let reason = MissReason::ReadsDisabled;

@@ -272,16 +272,16 @@ impl State {
     /// Blocks to allocate before the sequence can write its next `len` positions.
     fn blocks_to_write(&self, seq_index: u32, len: usize) -> usize {
         let seq = self.seqs.at(seq_index);
-        let indices = self.groups.num_indices(seq.planned_end.saturating_add(len));
-        let new = indices.saturating_sub(seq.table.num_indices());
+        let indices = self.groups.end_of(seq.planned_end.saturating_add(len));
+        let new = indices.saturating_sub(seq.table.end());
         let new = new.saturating_mul(self.groups.len());
         new.saturating_add(self.must_copy(seq_index, seq.planned_end).count())
     }
 
     /// Logical blocks to allocate for the table, with the current match, to reach `end` tokens.
     fn new_indices(&self, seq_index: u32, end: usize) -> usize {
-        let held = self.seqs.at(seq_index).table.num_indices() + self.matched.num_indices;
-        self.groups.num_indices(end).saturating_sub(held)
+        let held = self.seqs.at(seq_index).table.end() + self.matched.num_indices;
+        self.groups.end_of(end).saturating_sub(held)
     }
 
     fn new_blocks(&self, seq_index: u32, end: usize) -> usize {
@@ -296,13 +296,13 @@ impl State {
         if !self.groups.have_windows() {
             return self.new_blocks(seq_index, seq.tokens.len());
         }
-        let indices = seq.table.num_indices() + self.matched.num_indices;
+        let indices = seq.table.end() + self.matched.num_indices;
         let come = |group: usize| {
             // Blocks that slide out of a window with the match stay pinned by the plan.
             let start = match self.matched.num_indices {
                 0 => seq.table.start(group),
                 matched => {
-                    let end = seq.registered.num_indices() + matched;
+                    let end = seq.registered.end() + matched;
                     let seen = self.groups.first_index_of(group, end, self.matched.replay);
                     seen.max(seq.table.start(group))
                 }
@@ -337,10 +337,7 @@ impl State {
     /// tokens, and no open step computes it, because copies come before the step.
     fn find_copy_source(&self, seq_index: u32) -> Option<CopySource> {
         let seq = self.seqs.at(seq_index);
-        self.copy_source(
-            &seq.tokens,
-            seq.registered.num_indices() + self.matched.num_indices,
-        )
+        self.copy_source(&seq.tokens, seq.registered.end() + self.matched.num_indices)
     }
 
     /// How many tokens of a prompt would be copied after the current match, which leads over its first logical blocks.
@@ -372,7 +369,7 @@ impl State {
     pub(super) fn find_match(&mut self, seq_index: u32, purpose: Purpose) -> bool {
         let seq = self.seqs.at(seq_index);
         let registered = seq.registered;
-        let on_boundary = seq.planned_end == registered.num_indices() * self.groups.block_size();
+        let on_boundary = seq.planned_end == registered.end() * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
             self.matched.begin(registered.last, 0);
             return false;
@@ -384,7 +381,7 @@ impl State {
 
     /// Blocks of the current match that a token after it reads.
     pub(crate) fn matched_blocks(&self, seq_index: u32) -> impl Iterator<Item = BlockId> + '_ {
-        self.matched_blocks_after(self.seqs.at(seq_index).registered.num_indices())
+        self.matched_blocks_after(self.seqs.at(seq_index).registered.end())
     }
 
     /// The same, if the match follows `from` logical blocks.

@@ -221,12 +221,12 @@ fn check_in_place(state: &State, entry: &Entry, id: u64) -> Result<(), String> {
 
 /// It has blocks for all positions that it computes, and can be undone: its table had `growth` logical blocks fewer.
 fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> Result<(), String> {
-    let (id, end) = (seq.id, seq.table.num_indices());
+    let (id, end) = (seq.id, seq.table.end());
     let before = end.saturating_sub(growth);
-    let fits = state.groups.num_indices(entry.end()) <= end && growth <= end;
+    let fits = state.groups.end_of(entry.end()) <= end && growth <= end;
     ensure(fits, || format!("sequence {id} is planned without blocks"))?;
     let from = entry.start - entry.reused_tokens();
-    ensure(state.groups.num_indices(from) <= before, || {
+    ensure(state.groups.end_of(from) <= before, || {
         format!("sequence {id} was at {from} with {before} logical blocks")
     })?;
     let Some(prefill) = entry.prefill() else {
@@ -234,7 +234,7 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
     };
     let saved = registered_before(entry);
     let matched_end = saved.map_or(prefill.preregister_from, |saved| {
-        saved.num_indices() + prefill.matched_indices
+        saved.end() + prefill.matched_indices
     });
     let block_size = state.groups.block_size();
     let write = entry.write_from(block_size);
@@ -273,14 +273,14 @@ fn check_path(
 ) -> Result<(), String> {
     let (id, registered) = (seq.id, seq.registered);
     let end = prefill.preregister_from + prefill.preregistered;
-    ensure(end <= registered.num_indices(), || {
-        let all = registered.num_indices();
+    ensure(end <= registered.end(), || {
+        let all = registered.end();
         format!("sequence {id} has {end} blocks registered by its plan, {all} in all")
     })?;
-    let last = state.pool.tree().ancestor(
-        registered.last,
-        registered.num_indices() - saved.num_indices(),
-    );
+    let last = state
+        .pool
+        .tree()
+        .ancestor(registered.last, registered.end() - saved.end());
     ensure(last == saved.last, || {
         let before = saved.last;
         format!("sequence {id} was at {before:?}, its path leads through {last:?}")

@@ -139,10 +139,10 @@ impl State {
     ) {
         let seq = self.seqs.at(seq_index);
         let full = self.groups.index_of(seq.computed);
-        if !self.caching || seq.registered.num_indices() >= full {
+        if !self.caching || seq.registered.end() >= full {
             return;
         }
-        for index in seq.registered.num_indices()..full {
+        for index in seq.registered.end()..full {
             let block_size = self.groups.block_size();
             let seq = self.seqs.at(seq_index);
             let tokens = &seq.tokens[index * block_size..][..block_size];
@@ -252,7 +252,7 @@ impl State {
     fn emit_indices(&mut self, seq_index: u32, indices: std::ops::Range<usize>) {
         let registered = self.seqs.at(seq_index).registered;
         let tree = self.pool.tree();
-        let end = tree.ancestor(registered.last, registered.num_indices() - indices.end);
+        let end = tree.ancestor(registered.last, registered.end() - indices.end);
         self.pool.emit_stored(end, indices.len());
     }
 
@@ -273,7 +273,7 @@ impl State {
             if seq.commit(plan, entry.start + 1) {
                 dropped.push(entry.seq_index);
             }
-            if entry.start + 1 >= block.start_of(seq.registered.num_indices() + 1) {
+            if entry.start + 1 >= block.start_of(seq.registered.end() + 1) {
                 full.push(entry.seq_index);
             }
         }

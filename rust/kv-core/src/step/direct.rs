@@ -15,8 +15,7 @@ impl State {
     /// is not on a block boundary, has slots reserved, or may not read the cache.
     pub(crate) fn match_ready(&mut self, seq_index: u32) -> bool {
         let seq = self.seqs.at(seq_index);
-        seq.table.num_indices() == seq.registered.num_indices()
-            && self.find_match(seq_index, Purpose::Read)
+        seq.table.end() == seq.registered.end() && self.find_match(seq_index, Purpose::Read)
     }
 
     /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold. Blocks from logical block
@@ -32,7 +31,7 @@ impl State {
             self.pool.release(block);
         }
         let seq = self.seqs.at_mut(key.seq_index);
-        let (indices, before) = (seq.registered.num_indices(), seq.computed);
+        let (indices, before) = (seq.registered.end(), seq.computed);
         let end = (indices * block_size).min(seq.tokens.len() - 1);
         let first = restored.clamp(indices - self.matched.num_indices, indices);
         let cached = end.min(first * block_size) - before;
@@ -58,12 +57,12 @@ impl State {
             self.groups.index_of(computed),
             computed.saturating_add(num_tokens),
         );
-        let before = self.seqs.at(seq_index).table.num_indices();
+        let before = self.seqs.at(seq_index).table.end();
         let shared: Vec<usize> = match num_tokens {
             0 => Vec::new(),
             _ => self.held_by_others(seq_index, computed).collect(),
         };
-        let new = self.groups.num_indices(end).saturating_sub(before);
+        let new = self.groups.end_of(end).saturating_sub(before);
         let needed = new.saturating_mul(self.groups.len());
         let needed = needed.saturating_add(shared.len());
         let available = self.pool.available();
@@ -79,7 +78,7 @@ impl State {
         self.pool.stats.copied_blocks += copies.len() as u64;
         self.allocate(seq_index, before + new);
         let table = &self.seqs.at(seq_index).table;
-        let blocks = (before..table.num_indices()).flat_map(|index| table.blocks_at(index));
+        let blocks = (before..table.end()).flat_map(|index| table.blocks_at(index));
         Ok(Extend::Extended {
             blocks: blocks.collect(),
             copies,
@@ -101,7 +100,7 @@ impl State {
         let seq = self.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
         let end = computed.saturating_add(num_tokens);
-        let slots = seq.table.num_indices() * self.groups.block_size();
+        let slots = seq.table.end() * self.groups.block_size();
         let known = seq.tokens.len() + tokens.len();
         if end > slots {
             return Err(Error::NotExtended {

@@ -88,19 +88,19 @@ impl State {
             ..
         } = plan.entries[at];
         let end = plan.entries[at].end();
-        let before = self.seqs.at(seq_index).table.num_indices();
+        let before = self.seqs.at(seq_index).table.end();
         let indices = before + self.pool.available() / self.groups.len();
         let capacity = indices * self.groups.block_size() - end;
         let count = drafts.len().min(plan.budget_left).min(capacity);
         if count == 0 {
             return 0;
         }
-        self.allocate(seq_index, self.groups.num_indices(end + count));
+        self.allocate(seq_index, self.groups.end_of(end + count));
         let seq = self.seqs.at_mut(seq_index);
         seq.plan_drafts(count);
         let plan = self.steps.newest();
         let entry = &mut plan.entries[at];
-        entry.new_indices += (seq.table.num_indices() - before) as u32;
+        entry.new_indices += (seq.table.end() - before) as u32;
         let indices = match entry.details {
             None => before - new_indices as usize, // what a plain decode allocates is not in a journal
             Some(_) => before,

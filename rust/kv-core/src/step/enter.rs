@@ -39,7 +39,7 @@ impl State {
         }: NewTokens,
         mut details: Option<Box<Details>>,
     ) {
-        let indices_before = self.seqs.at(seq_index).table.num_indices();
+        let indices_before = self.seqs.at(seq_index).table.end();
         if let Some(Details {
             work: Work::Prefill(prefill),
             journal,
@@ -52,12 +52,12 @@ impl State {
                 .skip_cached(prefill.reused_tokens);
         }
         let seq = self.seqs.at(seq_index);
-        let (start, indices) = (seq.planned_end, seq.table.num_indices());
+        let (start, indices) = (seq.planned_end, seq.table.end());
         if let Some(change) = self.copy_on_write(seq_index, start) {
             let details = details.get_or_insert_with(|| Details::new(Work::Decode));
             details.journal.push(change);
         }
-        let end = self.groups.num_indices(start + len + lookahead);
+        let end = self.groups.end_of(start + len + lookahead);
         if let Some(Details { work, journal, .. }) = details.as_deref_mut() {
             if indices < end {
                 journal.push(Change::Grown { from: indices });
@@ -120,14 +120,14 @@ impl State {
             seq_index,
             new_indices: 0,
             start,
-            indices_written: seq.registered.num_indices() as u32,
+            indices_written: seq.registered.end() as u32,
             pending_row: seq.pending_row(),
             details,
         };
         if let Some(prefill) = entry.prefill() {
             entry.indices_written = prefill.preregister_from as u32;
         }
-        entry.new_indices = (seq.table.num_indices() - indices_before - entry.growth()) as u32;
+        entry.new_indices = (seq.table.end() - indices_before - entry.growth()) as u32;
         let samples = end == seq.tokens.len() + usize::from(seq.pending);
         if let Some(details) = &mut entry.details {
             (details.len, details.samples) = (len, samples);
@@ -191,7 +191,7 @@ impl State {
             self.pool.pin_source(source);
             self.steps.newest().pinned.push(source);
         }
-        let index = self.seqs.at(seq_index).registered.num_indices();
+        let index = self.seqs.at(seq_index).registered.end();
         self.allocate(seq_index, index + 1);
         let copies = self.seqs.at(seq_index).table.blocks_at(index);
         let copies = prefill.copy_sources.iter().copied().zip(copies);
@@ -217,7 +217,7 @@ impl State {
         slid: &mut Vec<(usize, BlockId)>,
     ) -> (usize, usize) {
         let seq = self.seqs.at_mut(seq_index);
-        let (last, from) = (self.matched.last, seq.registered.num_indices());
+        let (last, from) = (self.matched.last, seq.registered.end());
         let indices = from + self.matched.num_indices;
         let new = BlockTable::of_match(&self.matched, from, &self.groups);
         let (blocks, mut in_flight) = (new.len(), 0);
@@ -242,7 +242,7 @@ impl State {
         step: u32,
     ) {
         let block_size = self.groups.block_size();
-        let from = self.seqs.at(seq_index).registered.num_indices();
+        let from = self.seqs.at(seq_index).registered.end();
         prefill.preregister_from = from;
         // Logical blocks that are full already are left to the commit of the step before.
         if !self.sharing || from < self.groups.index_of(positions.start) {
@@ -251,7 +251,7 @@ impl State {
         let indices = self.groups.index_of(positions.end);
         for index in from..indices {
             let seq = self.seqs.at(seq_index);
-            let has_index = index < seq.table.num_indices();
+            let has_index = index < seq.table.end();
             let tokens = &seq.tokens[index * block_size..][..block_size];
             let Some(cached) = self.pool.next(seq.registered.last, tokens) else {
                 self.allocate(seq_index, indices);

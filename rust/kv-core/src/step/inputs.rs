@@ -119,7 +119,7 @@ impl Written {
         Self {
             id: seq.id,
             version: seq.table_version,
-            num_indices: seq.table.num_indices() as u32,
+            num_indices: seq.table.end() as u32,
         }
     }
 }
@@ -365,7 +365,7 @@ impl State {
     /// Whether another sequence holds a block from index `from` on.
     #[cold]
     fn are_shared(&self, table: &BlockTable, from: usize) -> bool {
-        let mut blocks = (from..table.num_indices()).flat_map(|index| table.blocks_at(index));
+        let mut blocks = (from..table.end()).flat_map(|index| table.blocks_at(index));
         blocks.any(|block| self.pool.seq_refs(block) > 1)
     }
 }
@@ -387,7 +387,7 @@ fn fill_table(
     } else {
         0
     } as usize;
-    if from == table.num_indices() {
+    if from == table.end() {
         return;
     }
     if let Some(version) = &mut written.version

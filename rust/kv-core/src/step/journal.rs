@@ -69,17 +69,14 @@ impl Change {
                 indices,
                 slid,
             } => {
-                table.take_indices(
-                    before.num_indices()..before.num_indices() + indices,
-                    removed,
-                );
+                table.take_indices(before.end()..before.end() + indices, removed);
                 for group in 0..table.groups() {
                     let blocks = slid.iter().filter(|of| of.0 == group);
                     let start = table.start(group) - blocks.clone().count();
                     table.restore(group, start, blocks.map(|of| of.1));
                 }
             }
-            Self::Grown { from } => table.take_indices(*from..table.num_indices(), removed),
+            Self::Grown { from } => table.take_indices(*from..table.end(), removed),
             Self::Copied { index, sources } => {
                 for &(group, source) in sources {
                     removed(table.replace(group, *index, source));

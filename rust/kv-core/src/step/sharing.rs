@@ -285,7 +285,7 @@ impl State {
         let (mut is_final, mut registered) = (true, true);
         for entry in &plan.entries {
             let seq = self.seqs.at(entry.seq_index);
-            let (depth, max_depth) = (seq.registered.num_indices(), full_indices_seen(self, entry));
+            let (depth, max_depth) = (seq.registered.end(), full_indices_seen(self, entry));
             is_final &= depth <= max_depth;
             let last = tree.ancestor(seq.registered.last, depth.saturating_sub(max_depth));
             paths.push(tree, last, depth.min(max_depth) as u32);
@@ -333,7 +333,7 @@ fn full_indices_seen(state: &State, entry: &Entry) -> usize {
 impl State {
     /// Whether a table shares a block after its registered ones, among the first `max_depth`.
     fn shares_more(&self, seq: &Sequence, group: usize, max_depth: usize) -> bool {
-        let end = seq.registered.num_indices();
+        let end = seq.registered.end();
         let next = seq.table.get(group, end).filter(|_| end < max_depth);
         next.is_some_and(|block| self.pool.seq_refs(block) > 1)
     }

@@ -138,8 +138,7 @@ impl Steps {
             };
             let start = seq.planned_end;
             // Reads the table, which lies elsewhere in memory, only where a logical block begins.
-            let begins =
-                block.begins_index(start) && seq.table.num_indices() == block.index_of(start);
+            let begins = block.begins_index(start) && seq.table.end() == block.index_of(start);
             // There is capacity; checked here, `push` does not grow the vector.
             if begins && indices_left == self.beginning.len() || entries.len() == entries.capacity()
             {
@@ -149,7 +148,7 @@ impl Steps {
                 seq_index: key.seq_index,
                 new_indices: 0,
                 start,
-                indices_written: seq.registered.num_indices() as u32,
+                indices_written: seq.registered.end() as u32,
                 pending_row: seq.pending_row(),
                 details: None,
             });

@@ -58,7 +58,7 @@ impl State {
         plan.num_samples -= entry.num_samples();
         let seq_index = entry.seq_index;
         if entry.details.is_none() {
-            let end = self.seqs.at(seq_index).table.num_indices() - entry.new_indices as usize;
+            let end = self.seqs.at(seq_index).table.end() - entry.new_indices as usize;
             self.shorten(seq_index, end);
         }
         for change in entry.changes().rev() {

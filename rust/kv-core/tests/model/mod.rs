@@ -411,29 +411,27 @@ impl Model {
         true
     }
 
-    /// The groups whose partial block others hold too, or that is registered, and that is about to be
-    /// written.
+    /// The groups whose partial block is about to be written, and is shared or registered.
     fn must_copy(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
-        let (s, index) = (&self.seqs[&seq], position / self.block_size);
-        let Some(entries) = s.table.get(index).filter(|_| index >= s.registered) else {
-            return Vec::new();
-        };
-        let entries = entries.iter().copied().flatten().enumerate();
-        entries
-            .filter(|&(_, block)| self.seq_refs(block) > 1 || self.has_content(block))
-            .map(|(group, block)| (index, group, block))
-            .collect()
+        self.shared_at(seq, position, |block| self.seq_refs(block) > 1)
     }
 
     /// The same without a plan: an open step may be yet to copy a block.
     pub(crate) fn held_by_others(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
+        self.shared_at(seq, position, |block| self.refs(block) > 1)
+    }
+
+    fn shared_at(
+        &self,
+        seq: u64,
+        position: usize,
+        is_shared: impl Fn(u32) -> bool,
+    ) -> Vec<(usize, usize, u32)> {
         let (s, index) = (&self.seqs[&seq], position / self.block_size);
-        let Some(entries) = s.table.get(index).filter(|_| index >= s.registered) else {
-            return Vec::new();
-        };
-        let entries = entries.iter().copied().flatten().enumerate();
+        let blocks = s.table.get(index).filter(|_| index >= s.registered);
+        let entries = blocks.into_iter().flatten().copied().flatten().enumerate();
         entries
-            .filter(|&(_, block)| self.refs(block) > 1 || self.has_content(block))
+            .filter(|&(_, block)| is_shared(block) || self.has_content(block))
             .map(|(group, block)| (index, group, block))
             .collect()
     }
