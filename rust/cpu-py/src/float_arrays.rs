@@ -63,6 +63,18 @@ pub(crate) fn any_array<T: Element>(
     buffer.into_typed()
 }
 
+/// Calls a function for the type of an array's elements: float32, or bfloat16 as uint16.
+macro_rules! by_float {
+    ($array:expr, $function:ident($($argument:expr),*)) => {
+        match crate::float_arrays::is_of::<u16>($array) {
+            true => $function::<u16>($($argument),*),
+            false => $function::<f32>($($argument),*),
+        }
+    };
+}
+
+pub(crate) use by_float;
+
 /// The same, to be written to.
 pub(crate) fn writable<T: Element>(
     name: &str,

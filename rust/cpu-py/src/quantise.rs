@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
 use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{apart, array, is_of, writable};
+use crate::float_arrays::{apart, array, by_float, writable};
 use crate::memory::{shared_slice, unique_slice};
 
 /// Weights of a group, and bytes of its codes and of its block in Q8_0.
@@ -46,10 +46,7 @@ fn quantise_groups(
     zeros: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let found = (codes, scales, zeros);
-    match is_of::<u16>(weight) {
-        true => groups_as::<u16>(py, threads, weight, found),
-        false => groups_as::<f32>(py, threads, weight, found),
-    }
+    by_float!(weight, groups_as(py, threads, weight, found))
 }
 
 fn groups_as<T: Element + cpu_kernels::Element>(
@@ -95,10 +92,7 @@ fn quantise_q8_0(
     weight: &Bound<'_, PyAny>,
     blocks: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    match is_of::<u16>(weight) {
-        true => q8_0_as::<u16>(py, threads, weight, blocks),
-        false => q8_0_as::<f32>(py, threads, weight, blocks),
-    }
+    by_float!(weight, q8_0_as(py, threads, weight, blocks))
 }
 
 fn q8_0_as<T: Element + cpu_kernels::Element>(

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
 use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{apart, array, is_of, writable};
+use crate::float_arrays::{apart, array, by_float, writable};
 use crate::memory::{shared_slice, unique_slice};
 use crate::weights::activation_of;
 
@@ -96,10 +96,10 @@ fn add_norm(
     norm: NormArguments<'_>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    match is_of::<u16>(stream) {
-        true => add_norm_as::<u16>(py, threads, stream, change, scale, &norm, out),
-        false => add_norm_as::<f32>(py, threads, stream, change, scale, &norm, out),
-    }
+    by_float!(
+        stream,
+        add_norm_as(py, threads, stream, change, scale, &norm, out)
+    )
 }
 
 fn add_norm_as<T: Element + cpu_kernels::Element>(
@@ -140,10 +140,7 @@ fn norm_rows(
     norm: NormArguments<'_>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    match is_of::<u16>(rows) {
-        true => norm_as::<u16>(py, threads, rows, &norm, out),
-        false => norm_as::<f32>(py, threads, rows, &norm, out),
-    }
+    by_float!(rows, norm_as(py, threads, rows, &norm, out))
 }
 
 fn norm_as<T: Element + cpu_kernels::Element>(
@@ -174,10 +171,7 @@ fn add_rows(
     addends: &Bound<'_, PyAny>,
     scale: f32,
 ) -> PyResult<()> {
-    match is_of::<u16>(sums) {
-        true => add_as::<u16>(py, threads, sums, addends, scale),
-        false => add_as::<f32>(py, threads, sums, addends, scale),
-    }
+    by_float!(sums, add_as(py, threads, sums, addends, scale))
 }
 
 fn add_as<T: Element + cpu_kernels::Element>(
@@ -217,10 +211,7 @@ fn map_rows(
         "cap" => Map::Cap(number),
         name => Map::Activation(activation_of(name)?),
     };
-    match is_of::<u16>(rows) {
-        true => map_as::<u16>(py, threads, rows, map, out),
-        false => map_as::<f32>(py, threads, rows, map, out),
-    }
+    by_float!(rows, map_as(py, threads, rows, map, out))
 }
 
 fn map_as<T: Element + cpu_kernels::Element>(
@@ -258,10 +249,7 @@ fn gate_rows(
         Some((alpha, limit)) => Gate::Clamped { alpha, limit },
         None => Gate::Activation(activation_of(activation)?),
     };
-    match is_of::<u16>(rows) {
-        true => gate_as::<u16>(py, threads, rows, gate, out),
-        false => gate_as::<f32>(py, threads, rows, gate, out),
-    }
+    by_float!(rows, gate_as(py, threads, rows, gate, out))
 }
 
 fn gate_as<T: Element + cpu_kernels::Element>(

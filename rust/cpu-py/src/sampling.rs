@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
 use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{apart, array, is_of, writable};
+use crate::float_arrays::{apart, array, by_float, writable};
 use crate::memory::{shared_slice, unique_slice};
 
 /// Adds the functions of this file to the module.
@@ -27,10 +27,7 @@ fn largest_logits(
     logits: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    match is_of::<u16>(logits) {
-        true => largest_as::<u16>(py, threads, logits, out),
-        false => largest_as::<f32>(py, threads, logits, out),
-    }
+    by_float!(logits, largest_as(py, threads, logits, out))
 }
 
 fn largest_as<T: Element + cpu_kernels::Element>(
@@ -88,10 +85,7 @@ fn draw_tokens(
         top_p: column(3),
         numbers: shared_slice(&numbers),
     };
-    match is_of::<u16>(logits) {
-        true => draw_as::<u16>(py, threads, logits, &draws, &mut out),
-        false => draw_as::<f32>(py, threads, logits, &draws, &mut out),
-    }
+    by_float!(logits, draw_as(py, threads, logits, &draws, &mut out))
 }
 
 fn draw_as<T: Element + cpu_kernels::Element>(
@@ -136,10 +130,7 @@ fn token_logprobs(
     reported: ReportedArrays<'_>,
     out: LogprobArrays<'_>,
 ) -> PyResult<()> {
-    match is_of::<u16>(logits) {
-        true => logprobs_as::<u16>(py, threads, logits, &reported, &out),
-        false => logprobs_as::<f32>(py, threads, logits, &reported, &out),
-    }
+    by_float!(logits, logprobs_as(py, threads, logits, &reported, &out))
 }
 
 fn logprobs_as<T: Element + cpu_kernels::Element>(

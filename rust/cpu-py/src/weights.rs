@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::attention::CpuAttention;
 use crate::errors::{BufferError, raise_attention};
-use crate::float_arrays::{apart, array, is_of, writable};
+use crate::float_arrays::{apart, array, by_float, is_of, writable};
 use crate::memory::{shared_slice, unique_slice};
 
 /// The weight of a linear layer.
@@ -121,10 +121,7 @@ pub(crate) fn gather(
     outputs: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    match is_of::<u16>(out) {
-        true => gather_as::<u16>(py, weight, outputs, out),
-        false => gather_as::<f32>(py, weight, outputs, out),
-    }
+    by_float!(out, gather_as(py, weight, outputs, out))
 }
 
 /// [`Weight::multiply`] with such arrays.

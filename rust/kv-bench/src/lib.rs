@@ -30,114 +30,99 @@ pub fn world() -> Result<World, Error> {
     World::full(LONG)
 }
 
+const fn operation(
+    name: &'static str,
+    prepare: fn(&mut World) -> Outcome,
+    run: fn(&mut World) -> Outcome,
+) -> Operation {
+    Operation { name, prepare, run }
+}
+
+/// An operation that serves the received prompts.
+const fn served(name: &'static str, prepare: fn(&mut World) -> Outcome) -> Operation {
+    operation(name, prepare, World::serve)
+}
+
 /// All of them. A prompt's way is `sequence`, `begin_step`, `prefill`, `commit`, and its handle dropped.
 pub const OPERATIONS: [Operation; 16] = [
-    Operation {
-        name: "cold-prefill-512",
-        prepare: |world| world.receive_new(SHORT, 1),
-        run: World::serve,
-    },
-    Operation {
-        name: "cold-prefill-8192",
-        prepare: |world| world.receive_new(LONG, 1),
-        run: World::serve,
-    },
+    served("cold-prefill-512", |world| world.receive_new(SHORT, 1)),
+    served("cold-prefill-8192", |world| world.receive_new(LONG, 1)),
     // Emits events for every block that is evicted and stored ...
-    Operation {
-        name: "told-prefill-8192",
-        prepare: |world| {
-            world.keep_events()?;
-            world.take_events()?;
-            world.receive_new(LONG, 1)
-        },
-        run: World::serve,
-    },
+    served("told-prefill-8192", |world| world.receive_with_events(LONG)),
     // ... and each is named when that is read.
-    Operation {
-        name: "take-events-8192",
-        prepare: |world| {
-            world.keep_events()?;
-            world.take_events()?;
-            world.receive_new(LONG, 1)?;
+    operation(
+        "take-events-8192",
+        |world| {
+            world.receive_with_events(LONG)?;
             world.serve()
         },
-        run: World::take_events,
-    },
-    Operation {
-        name: "hot-prefill-512",
-        prepare: |world| world.receive_known(SHORT),
-        run: World::serve,
-    },
-    Operation {
-        name: "hot-prefill-8192",
-        prepare: |world| world.receive_known(LONG),
-        run: World::serve,
-    },
+        World::take_events,
+    ),
+    served("hot-prefill-512", |world| world.receive_known(SHORT)),
+    served("hot-prefill-8192", |world| world.receive_known(LONG)),
     // Hits have nothing to explain ...
-    Operation {
-        name: "explained-hot-prefill-8192",
-        prepare: |world| {
+    operation(
+        "explained-hot-prefill-8192",
+        |world| {
             world.explain()?;
             world.receive_known(LONG)
         },
-        run: World::serve,
-    },
+        World::serve,
+    ),
     // ... and every block that is evicted is remembered.
-    Operation {
-        name: "explained-cold-prefill-8192",
-        prepare: |world| {
+    operation(
+        "explained-cold-prefill-8192",
+        |world| {
             world.explain()?;
             world.receive_new(LONG, 1)
         },
-        run: World::serve,
-    },
+        World::serve,
+    ),
     // In one step: the first computes, the others share.
-    Operation {
-        name: "identical-prompts-32x512",
-        prepare: |world| world.receive_new(SHORT, GROUP),
-        run: World::serve,
-    },
+    served("identical-prompts-32x512", |world| {
+        world.receive_new(SHORT, GROUP)
+    }),
     // `begin_step` and `decode`. A sixteenth of the sequences needs a block ...
-    Operation {
-        name: "decode-plan-256",
-        prepare: |world| world.keep_running(SHORT, BATCH),
-        run: World::plan_decodes,
-    },
+    operation(
+        "decode-plan-256",
+        |world| world.keep_running(SHORT, BATCH),
+        World::plan_decodes,
+    ),
     // ... and as many fill one.
-    Operation {
-        name: "decode-commit-256",
-        prepare: |world| {
+    operation(
+        "decode-commit-256",
+        |world| {
             world.keep_running(SHORT, BATCH)?;
             world.plan_decodes()
         },
-        run: World::commit,
-    },
-    Operation {
-        name: "decode-fill-256",
-        prepare: |world| {
+        World::commit,
+    ),
+    operation(
+        "decode-fill-256",
+        |world| {
             world.keep_running(SHORT, BATCH)?;
             world.plan_decodes()
         },
-        run: World::fill,
-    },
-    Operation {
-        name: "abort-32x512",
-        prepare: |world| world.start(SHORT, GROUP),
-        run: World::stop_all,
-    },
-    Operation {
-        name: "fork-32x512",
-        prepare: |world| world.start(SHORT + 8, 1),
-        run: |world| world.fork(GROUP),
-    },
-    Operation {
-        name: "pin-drop-8192",
-        prepare: |world| world.take_pin(LONG),
-        run: World::drop_pin,
-    },
-    Operation {
-        name: "empty-step-x100",
-        prepare: |_| Ok(()),
-        run: |world| world.empty_steps(100),
-    },
+        World::fill,
+    ),
+    operation(
+        "abort-32x512",
+        |world| world.start(SHORT, GROUP),
+        World::stop_all,
+    ),
+    operation(
+        "fork-32x512",
+        |world| world.start(SHORT + 8, 1),
+        |world| world.fork(GROUP),
+    ),
+    operation(
+        "pin-drop-8192",
+        |world| world.take_pin(LONG),
+        World::drop_pin,
+    ),
+    operation(
+        "empty-step-x100",
+        |_| Ok(()),
+        |world| world.empty_steps(100),
+    ),
 ];

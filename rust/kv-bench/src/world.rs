@@ -44,7 +44,7 @@ impl World {
     }
 
     /// The same, of a manager that keeps events.
-    pub(crate) fn keep_events(&mut self) -> Outcome {
+    fn keep_events(&mut self) -> Outcome {
         let mut config = self.manager.config().clone();
         if !config.events {
             config.events = true;
@@ -99,6 +99,13 @@ impl World {
         let tokens = self.new_tokens(len);
         self.received = (0..count).map(|_| with_room(&tokens)).collect();
         Ok(())
+    }
+
+    /// A request with a new prompt, of a manager that keeps events and has none.
+    pub(crate) fn receive_with_events(&mut self, len: usize) -> Outcome {
+        self.keep_events()?;
+        self.take_events()?;
+        self.receive_new(len, 1)
     }
 
     /// A request whose prompt is cached.

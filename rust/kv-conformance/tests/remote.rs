@@ -12,8 +12,8 @@ use kv_conformance::{BlockManager, Remote, Runs, check};
 use naive::{Naive, flaw};
 
 /// An adapter: answers calls until there are no more. `wrong` is answered to `num_computed`.
-fn serve<const FLAW: u8>(calls: PipeReader, mut answers: PipeWriter, wrong: Option<&str>) {
-    let mut manager = Naive::<FLAW>::new(1, 1);
+fn serve(flaw: u8, calls: PipeReader, mut answers: PipeWriter, wrong: Option<&str>) {
+    let mut manager = Naive::new(flaw, 1, 1);
     for line in BufReader::new(calls).lines() {
         let line = line.unwrap();
         let (call, rest) = line.split_once(' ').unwrap_or((&line, ""));
@@ -25,7 +25,7 @@ fn serve<const FLAW: u8>(calls: PipeReader, mut answers: PipeWriter, wrong: Opti
         let mut answer = String::new();
         match call {
             "new" => {
-                manager = Naive::new(numbers[0] as usize, numbers[1] as usize);
+                manager = Naive::new(flaw, numbers[0] as usize, numbers[1] as usize);
                 answer += "reuses_live_prefixes deduplicates forks";
             }
             "add" => manager.add(id, numbers[1] as u8, &tokens(2)),
@@ -61,10 +61,10 @@ fn serve<const FLAW: u8>(calls: PipeReader, mut answers: PipeWriter, wrong: Opti
     }
 }
 
-fn remote<const FLAW: u8>(wrong: Option<&'static str>) -> Remote {
+fn remote(flaw: u8, wrong: Option<&'static str>) -> Remote {
     Remote::connected_by(move || {
         let ((answers, to_us), (calls, to_it)) = (pipe()?, pipe()?);
-        thread::spawn(move || serve::<FLAW>(calls, to_us, wrong));
+        thread::spawn(move || serve(flaw, calls, to_us, wrong));
         Ok((Box::new(BufReader::new(answers)), Box::new(to_it)))
     })
 }
@@ -77,15 +77,18 @@ const FEW: Runs = Runs {
 
 #[test]
 fn the_same_is_observed_as_without_the_protocol() {
-    let remote = remote::<{ flaw::NONE }>(None);
+    let remote = remote(flaw::NONE, None);
     let report = check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap();
-    assert_eq!(report, check(&FEW, Naive::<{ flaw::NONE }>::new).unwrap());
+    assert_eq!(
+        report,
+        check(&FEW, |blocks, size| Naive::new(flaw::NONE, blocks, size)).unwrap()
+    );
     assert!(report.steps > 100 && report.refusals > 100, "{report:?}");
 }
 
 #[test]
 fn flaws_are_found() {
-    let remote = remote::<{ flaw::IGNORES_PREFIX }>(None);
+    let remote = remote(flaw::IGNORES_PREFIX, None);
     let found = check(&Runs::default(), |blocks, size| {
         remote.manager(blocks, size)
     })
@@ -114,7 +117,7 @@ fn errors_wrong_answers_and_crashes_are_differences() {
             "it panics: num_computed 1 has no answer: unexpected end of file",
         ),
     ] {
-        let remote = remote::<{ flaw::NONE }>(Some(wrong));
+        let remote = remote(flaw::NONE, Some(wrong));
         let found = check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap_err();
         assert_eq!(found.difference, difference);
         assert_eq!(found.operations.len(), 1, "{found}"); // an added sequence

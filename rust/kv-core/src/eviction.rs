@@ -61,8 +61,7 @@ impl Policy {
         self.kind
     }
 
-    /// The list of blocks that were reused, or cached again soon after their eviction. All others are in
-    /// `Probation`.
+    /// The list of blocks that were reused, or cached again soon after their eviction. All others are in `Probation`.
     pub(crate) fn list_of_reused(&self) -> List {
         match self.kind {
             Eviction::Lru => List::Probation,
@@ -70,8 +69,7 @@ impl Policy {
         }
     }
 
-    /// The list to evict from, and how many blocks until the other list may be next. At least one block is
-    /// evictable.
+    /// The list to evict from, and how many blocks until the other list may be next. At least one block is evictable.
     pub(crate) fn victims(&self, queue: &FreeQueue) -> (List, usize) {
         let [once, again] = List::EVICTABLE.map(|list| queue.len_of(list));
         if once > again {

@@ -534,8 +534,7 @@ impl BlockManager {
     /// Extends decodes of the plan by drafts: `counts` of `drafts` for each of `sequences`, in order.
     ///
     /// Drafts use the remaining budget and blocks, the first sequence first. Returns how many each sequence got. The
-    /// step samples a row for each draft; [`BlockManager::commit_accepted`] accepts drafts. On misuse none is
-    /// planned.
+    /// step samples a row for each draft; [`BlockManager::commit_accepted`] accepts drafts. On misuse none is planned.
     ///
     /// # Errors
     /// [`Error::DraftCount`]; [`Error::NotPlanned`], [`Error::NotDecoding`] if a sequence is not in the plan, or
@@ -553,15 +552,13 @@ impl BlockManager {
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
-    /// At a block boundary it matches the cache first: cached tokens are reused, and neither charged nor computed.
-    /// That includes blocks that sequences planned before it in this step compute. If a transfer is to fill any of
-    /// them, the answer is [`Prefill::Loading`]. A chunk that does not reach the
-    /// last known token ends on a block boundary if it can. A full hit computes its last token, allocates no block and
-    /// writes nothing.
+    /// At a block boundary it matches the cache first: cached tokens are reused, and neither charged nor computed. That
+    /// includes blocks that sequences planned before it in this step compute. If a transfer is to fill any of them, the
+    /// answer is [`Prefill::Loading`]. A chunk that does not reach the last known token ends on a block boundary if it
+    /// can. A full hit computes its last token, allocates no block and writes nothing.
     ///
-    /// Where the match ends inside a block, the beginning of the cached block that agrees longest is copied, if that
-    /// is at least an eighth of a block and the pool has room for both. The copies are among
-    /// [`BlockManager::copies`].
+    /// Where the match ends inside a block, the beginning of the cached block that agrees longest is copied, if that is
+    /// at least an eighth of a block and the pool has room for both. The copies are among [`BlockManager::copies`].
     ///
     /// It allocates the blocks of this step's tokens. With `spare_blocks`, blocks for all known tokens and this many
     /// more must be available.
@@ -594,14 +591,12 @@ impl BlockManager {
         key: SeqKey,
         request: PrefillRequest,
     ) -> Result<Prefill, Error> {
-        let call = || {
-            let PrefillRequest {
-                max_tokens,
-                spare_blocks,
-                replay,
-            } = request;
-            Call::prefill(plan.serial, key.id, max_tokens, spare_blocks, replay)
-        };
+        let PrefillRequest {
+            max_tokens,
+            spare_blocks,
+            replay,
+        } = request;
+        let call = || Call::prefill(plan.serial, key.id, max_tokens, spare_blocks, replay);
         self.run(call, |state| state.prefill(plan, key, request))
     }
 
@@ -654,9 +649,8 @@ impl BlockManager {
 
     /// Commits a step that was computed: `sampled` holds one token per sampled row, in plan order.
     ///
-    /// Registers every block that became full, or merges it into the block that was cached first; returns the
-    /// merges. Appends the sampled tokens to their sequences. For a plan with drafts use
-    /// [`BlockManager::commit_accepted`].
+    /// Registers every block that became full, or merges it into the block that was cached first; returns the merges.
+    /// Appends the sampled tokens to their sequences. For a plan with drafts use [`BlockManager::commit_accepted`].
     pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Remapping>, Error> {
         let call = || Call::commit(plan.serial, sampled, &[][..]);
         self.run(call, |state| state.commit(plan, sampled))

@@ -34,8 +34,7 @@ use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::stats::SnapshotNode;
 use index::Index;
 
-/// Hashes of forgotten blocks that wait for their removal from the set: a call removes no more than these and
-/// its own.
+/// Hashes of forgotten blocks that wait for their removal from the set: a call removes no more than these and its own.
 const MAX_STALE_HASHES: usize = 1_024;
 
 /// Children of a position that a search for a partial match compares: the newest ones. It bounds the cost of a
@@ -253,8 +252,7 @@ impl RadixTree {
         Some(NodePosition::new(self.child(position, tokens)?, 1))
     }
 
-    /// The child of `position` that begins with this block. The latest child is compared before anything is
-    /// hashed.
+    /// The child of `position` that begins with this block. The latest child is compared before anything is hashed.
     fn child(&mut self, position: NodePosition, tokens: &[u32]) -> Option<NodeId> {
         let node = self.node(position.node);
         if !node.has_child(position.offset) {

@@ -198,8 +198,7 @@ impl State {
         Ok(reused)
     }
 
-    /// Caches the loaded blocks before index `end`, and removes the others from the index. Returns how many are
-    /// cached.
+    /// Caches the loaded blocks before index `end`, and removes the others from the index. Returns how many are cached.
     fn register_loaded(&mut self, loading: &[LoadingBlock], end: usize, step: u32) -> u64 {
         let pool = &mut self.pool;
         let (mut restored, mut stored, mut last) = (0, 0, NodePosition::NONE);

@@ -8,9 +8,8 @@ const BELIEVED: usize = 1 << 16;
 
 /// Each item of an iterable, as `read` makes it of the item and its position.
 ///
-/// A length above `most` is refused before anything is read, and so is what turns out longer: by the
-/// error that `too_many` makes of the number. Any other length is a hint. Errors of the iterable are the
-/// caller's own.
+/// A length above `most` is refused before anything is read, and so is what turns out longer: by the error that
+/// `too_many` makes of the number. Any other length is a hint. Errors of the iterable are the caller's own.
 pub(crate) fn items<'py, T>(
     object: &Bound<'py, PyAny>,
     most: usize,

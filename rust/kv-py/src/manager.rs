@@ -133,10 +133,9 @@ impl BlockManager {
 
     /// Creates a sequence of at least one token. It holds no block until it is planned.
     ///
-    /// `tokens` is a list of ints, a one-dimensional integer buffer, or such a tensor in CPU memory (DLPack). No
-    /// block is shared across different values of `namespace`. With `read_cache=False`, every token is computed,
-    /// for callers that need the logits of all prompt tokens. Dropping the object frees the sequence. Raises
-    /// `TokenError`.
+    /// `tokens` is a list of ints, a one-dimensional integer buffer, or such a tensor in CPU memory (DLPack). No block
+    /// is shared across different values of `namespace`. With `read_cache=False`, every token is computed, for callers
+    /// that need the logits of all prompt tokens. Dropping the object frees the sequence. Raises `TokenError`.
     #[pyo3(signature = (tokens, *, namespace = None, read_cache = true))]
     fn sequence(
         &self,
@@ -258,9 +257,8 @@ impl BlockManager {
     }
 
     /// The cached blocks that allocations evicted since the last call, in order. It is empty unless the manager was
-    /// created with `keep_evicted=True`. A block without a hash, because another block has the same one, is left
-    /// out. Of those not taken, the latest are kept, at least as many as the pool has blocks: earlier ones were
-    /// overwritten.
+    /// created with `keep_evicted=True`. A block without a hash, because another block has the same one, is left out.
+    /// Of those not taken, the latest are kept, at least as many as the pool has blocks: earlier ones were overwritten.
     ///
     /// Take them after a step is planned and before it runs: until then their KV is intact.
     fn take_evicted<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -268,9 +266,8 @@ impl BlockManager {
         evicted_list(py, evicted)
     }
 
-    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them if there are fewer, and pins
-    /// them. Returns a record of each block, and the pin. Their KV is intact until the pin is released; then they
-    /// are free.
+    /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them if there are fewer, and pins them.
+    /// Returns a record of each block, and the pin. Their KV is intact until the pin is released; then they are free.
     fn evict<'py>(
         &self,
         py: Python<'py>,

@@ -34,10 +34,9 @@ pub(crate) fn elements<T: SharedInt>(buffer: &PyBuffer<T>) -> Option<&[T::Shared
     }
     match buffer.item_count() {
         0 => Some(&[]), // an empty array may have no memory
-        // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has
-        // too; the exporter keeps the memory in place while the buffer is held; integers have no invalid
-        // values. Accesses of other threads are atomic if they come through here, else (NumPy) one machine
-        // instruction an element.
+        // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has too; the exporter
+        // keeps the memory in place while the buffer is held; integers have no invalid values. Accesses of other
+        // threads are atomic if they come through here, else (NumPy) one machine instruction an element.
         count => Some(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) }),
     }
 }

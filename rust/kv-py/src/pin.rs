@@ -44,8 +44,7 @@ impl Pin {
         Ok(self.with(|pin| pin.map_or(0, kv_core::Pin::num_tokens)))
     }
 
-    /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups. Empty after the
-    /// release.
+    /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups. Empty after the release.
     #[getter]
     fn blocks(&self) -> PyResult<Vec<u32>> {
         self.check_process()?;

@@ -17,8 +17,7 @@ use crate::prefixes::SharedPrefixes;
 use crate::sequence::Sequence;
 use crate::tokens::token_ids;
 
-/// One step: plan decodes and prefills, fill the inputs, then commit or roll back. Dropping an open plan rolls it
-/// back.
+/// One step: plan decodes and prefills, fill the inputs, then commit or roll back. Dropping an open plan rolls it back.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct StepPlan {
     core: Arc<Locked>,

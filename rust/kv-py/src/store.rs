@@ -231,8 +231,7 @@ impl KVStore {
         Ok(notices.iter().map(ToString::to_string).collect())
     }
 
-    /// Waits until all queued blocks are written or dropped. Returns False if that takes longer than `timeout`
-    /// seconds.
+    /// Waits until all queued blocks are written or dropped. Returns False if that takes longer than `timeout` seconds.
     fn flush(&self, py: Python<'_>, timeout: &Bound<'_, PyAny>) -> PyResult<bool> {
         let timeout = seconds("timeout", timeout)?;
         self.with(py, |store| Ok(store.flush(timeout)))

@@ -269,8 +269,7 @@ impl StoredPrefix {
         })
     }
 
-    /// Those of the blocks, given as to `store`, that are neither stored nor queued. Each of the others counts as
-    /// used.
+    /// Those of the blocks, given as to `store`, that are neither stored nor queued. Each of the others counts as used.
     fn missing<'py>(
         &self,
         py: Python<'py>,
@@ -289,9 +288,8 @@ impl StoredPrefix {
     /// Stores blocks of a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`. It
     /// copies the payloads into the queue of the store, and never waits for the disk.
     ///
-    /// Returns those of the blocks, from the front, that are queued or already stored: it stops at the first block
-    /// that the store drops. Meanwhile the caller must hold the blocks with a pin, so that no other thread writes
-    /// to them.
+    /// Returns those of the blocks, from the front, that are queued or already stored: it stops at the first block that
+    /// the store drops. Meanwhile the caller must hold the blocks with a pin, so that no other thread writes to them.
     fn store<'py>(
         &self,
         py: Python<'py>,

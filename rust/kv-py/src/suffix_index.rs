@@ -9,9 +9,8 @@ use crate::errors::forked;
 use crate::numbers::number;
 use crate::tokens::token_ids;
 
-/// Drafts tokens for sequences: the tokens that followed a sequence's suffix at an earlier occurrence, in the
-/// sequence or in finished sequences of its namespace. It keeps the latest `max_tokens` tokens of finished
-/// sequences.
+/// Drafts tokens for sequences: the tokens that followed a sequence's suffix at an earlier occurrence, in the sequence
+/// or in finished sequences of its namespace. It keeps the latest `max_tokens` tokens of finished sequences.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct SuffixIndex(Own<Mutex<suffix_index::SuffixIndex>>);
 

@@ -67,8 +67,7 @@ impl Transfer {
         self.handle.key().serial()
     }
 
-    /// The index in the prefix of the first block to restore: the block with the tokens from `index * block_size`
-    /// on.
+    /// The index in the prefix of the first block to restore: the block with the tokens from `index * block_size` on.
     #[getter]
     fn first_index(&self) -> usize {
         self.handle.indices().start
@@ -113,8 +112,7 @@ impl Transfer {
         Ok(num_indices * block_size)
     }
 
-    /// Ends the transfer as failed: no block is cached, and its blocks are freed. Raises `PlanError` if it has
-    /// ended.
+    /// Ends the transfer as failed: no block is cached, and its blocks are freed. Raises `PlanError` if it has ended.
     fn fail(&self, py: Python<'_>) -> PyResult<()> {
         self.core.with(py, |core| core.fail(self.handle.key()))
     }

@@ -1,4 +1,4 @@
-//! A block manager as short as it can be: it finds cached blocks by looking at all of them. `FLAW` breaks it.
+//! A block manager as short as it can be: it finds cached blocks by looking at all of them. A flaw breaks it.
 
 use std::collections::BTreeMap;
 
@@ -53,7 +53,8 @@ struct Sequence {
     table: Vec<u32>,
 }
 
-pub(crate) struct Naive<const FLAW: u8> {
+pub(crate) struct Naive {
+    flaw: u8,
     block_size: usize,
     blocks: Vec<Block>,
     sequences: BTreeMap<u64, Sequence>,
@@ -61,9 +62,10 @@ pub(crate) struct Naive<const FLAW: u8> {
     clock: u64,
 }
 
-impl<const FLAW: u8> Naive<FLAW> {
-    pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
+impl Naive {
+    pub(crate) fn new(flaw: u8, num_blocks: usize, block_size: usize) -> Self {
         Self {
+            flaw,
             block_size,
             blocks: vec![Block::default(); num_blocks],
             sequences: BTreeMap::new(),
@@ -74,7 +76,7 @@ impl<const FLAW: u8> Naive<FLAW> {
 
     fn find(&self, (namespace, tokens): &Content) -> Option<u32> {
         let own = |tokens: &[u32]| tokens[tokens.len() - self.block_size..].to_vec();
-        let same = |content: &Content| match FLAW {
+        let same = |content: &Content| match self.flaw {
             flaw::IGNORES_PREFIX => content.0 == *namespace && own(&content.1) == own(tokens),
             flaw::IGNORES_NAMESPACE => content.1 == *tokens,
             _ => content.0 == *namespace && content.1 == *tokens,
@@ -105,12 +107,12 @@ impl<const FLAW: u8> Naive<FLAW> {
         }
         let held = self.sequences[&id].table.len() + cached.len();
         let needed = to.div_ceil(self.block_size).saturating_sub(held);
-        let too_few = match FLAW {
+        let too_few = match self.flaw {
             flaw::REFUSES_TOO_MUCH => self.available() < 2 * needed,
             _ => self.available() < needed,
         };
         if too_few {
-            if FLAW != flaw::KEEPS_AFTER_REFUSAL {
+            if self.flaw != flaw::KEEPS_AFTER_REFUSAL {
                 self.release(cached);
             }
             return false;
@@ -123,7 +125,7 @@ impl<const FLAW: u8> Naive<FLAW> {
             let (victim, _) = blocks.filter(unused).min_by_key(order).expect("counted");
             let block = &mut self.blocks[victim];
             block.refs = 1;
-            if FLAW != flaw::MATCHES_EVICTED {
+            if self.flaw != flaw::MATCHES_EVICTED {
                 block.content = None;
             }
             table.push(victim as u32);
@@ -143,7 +145,7 @@ impl<const FLAW: u8> Naive<FLAW> {
             let content = self.content(id, index);
             let own = self.sequences[&id].table[index];
             match self.find(&content) {
-                Some(other) if other != own && FLAW != flaw::NEVER_MERGES => {
+                Some(other) if other != own && self.flaw != flaw::NEVER_MERGES => {
                     self.blocks[other as usize].refs += 1;
                     self.release(&[own]);
                     self.sequences.get_mut(&id).expect("added").table[index] = other;
@@ -154,7 +156,7 @@ impl<const FLAW: u8> Naive<FLAW> {
     }
 }
 
-impl<const FLAW: u8> BlockManager for Naive<FLAW> {
+impl BlockManager for Naive {
     fn promises(&self) -> Promises {
         Promises {
             reuses_live_prefixes: true,
@@ -178,7 +180,7 @@ impl<const FLAW: u8> BlockManager for Naive<FLAW> {
             self.sequences[&id].computed,
             self.sequences[&id].tokens.len(),
         );
-        let most = match FLAW {
+        let most = match self.flaw {
             flaw::NEVER_REUSES => 0,
             flaw::REUSES_LAST_TOKEN => len / self.block_size,
             _ => (len - 1) / self.block_size,
@@ -223,7 +225,7 @@ impl<const FLAW: u8> BlockManager for Naive<FLAW> {
     fn fork(&mut self, id: u64, child: u64) {
         let parent = &self.sequences[&id];
         let most = parent.computed.min(parent.tokens.len() - 1);
-        let (computed, blocks) = match FLAW {
+        let (computed, blocks) = match self.flaw {
             flaw::SHARES_PARTIAL_BLOCKS => (most, most.div_ceil(self.block_size)),
             _ => (most - most % self.block_size, most / self.block_size),
         };
@@ -248,7 +250,7 @@ impl<const FLAW: u8> BlockManager for Naive<FLAW> {
 
     fn free(&mut self, id: u64) {
         let sequence = self.sequences.remove(&id).expect("added");
-        let end = match FLAW {
+        let end = match self.flaw {
             flaw::LEAKS => sequence.table.len().min(2),
             _ => sequence.table.len(),
         };

@@ -313,9 +313,8 @@ impl State {
         (0..self.groups.len()).map(come).sum()
     }
 
-    /// The position at which computing begins, the end of the cached tokens (the current match and the copied
-    /// tokens), and how many tokens are replayed: at most `replay` cached tokens, and the last known one in any
-    /// case.
+    /// The position at which computing begins, the end of the cached tokens (the current match and the copied tokens),
+    /// and how many tokens are replayed: at most `replay` cached tokens, and the last known one in any case.
     fn start_after_match(
         &self,
         seq_index: u32,

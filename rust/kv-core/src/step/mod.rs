@@ -5,10 +5,9 @@
 //!                 (cancel)                            \-> rollback
 //! ```
 //!
-//! `admit` checks blocks and budget, `enter` changes tables and pool and journals that, `undo` reverts the
-//! journal, `commit` caches what was computed (with the late merge), `inputs` writes the runner's arrays,
-//! `sharing` and `cascade` find rows that share leading blocks. `direct` is the allocator's interface, without
-//! plans.
+//! `admit` checks blocks and budget, `enter` changes tables and pool and journals that, `undo` reverts the journal,
+//! `commit` caches what was computed (with the late merge), `inputs` writes the runner's arrays, `sharing` and
+//! `cascade` find rows that share leading blocks. `direct` is the allocator's interface, without plans.
 
 mod admit;
 mod answers;

@@ -237,8 +237,7 @@ impl SharedPrefixes {
 }
 
 impl State {
-    /// As `fill`; also finds the shared prefixes of the rows. On an error nothing is written and `shared` is as it
-    /// was.
+    /// As `fill`; also finds the shared prefixes of the rows. On an error nothing is written and `shared` is as it was.
     pub(crate) fn fill_shared(
         &self,
         plan: PlanKey,

@@ -240,8 +240,7 @@ fn contents_taken_over() {
     assert_eq!((m.usage().free, m.usage().active), (7, 1));
 }
 
-/// If all hashes are equal, only the first block has one. All of them match: their tokens
-/// are compared.
+/// If all hashes are equal, only the first block has one. All of them match: their tokens are compared.
 #[test]
 fn contents_without_a_name() {
     let mut m = with(Config {

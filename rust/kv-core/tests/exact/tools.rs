@@ -119,8 +119,7 @@ pub(crate) fn table(m: &BlockManager, seq: &SeqHandle, group: usize) -> Vec<Opti
         .collect()
 }
 
-/// In a pool of four blocks that evicts by `2q`: the second block of a prompt is cached, the first one
-/// is not.
+/// In a pool of four blocks that evicts by `2q`: the second block of a prompt is cached, the first one is not.
 pub(crate) fn lose_the_head(m: &mut BlockManager) {
     drop(computed(m, prompt(8)));
     drop(computed(m, prompt(4))); // used again: half of the evictable blocks, evicted first

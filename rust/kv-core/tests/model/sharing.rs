@@ -1,5 +1,4 @@
-//! Which rows share which leading blocks, as it is said: all those that begin alike, and what they
-//! have in common.
+//! Which rows share which leading blocks, as it is said: all those that begin alike, and what they have in common.
 
 use std::collections::BTreeMap;
 

@@ -140,8 +140,7 @@ const WIDTH: usize = 256;
 const ROWS: usize = 64;
 
 impl World {
-    /// A manager of these settings, and its judges. The model knows one eviction policy and no
-    /// collisions.
+    /// A manager of these settings, and its judges. The model knows one eviction policy and no collisions.
     pub(crate) fn new(config: Config) -> Self {
         let config = Config {
             events: true,
