@@ -93,7 +93,10 @@ fn flaws_are_found() {
         remote.manager(blocks, size)
     })
     .unwrap_err();
-    let direct = check(&Runs::default(), Naive::<{ flaw::IGNORES_PREFIX }>::new).unwrap_err();
+    let direct = check(&Runs::default(), |blocks, size| {
+        Naive::new(flaw::IGNORES_PREFIX, blocks, size)
+    })
+    .unwrap_err();
     assert_eq!(found.to_string(), direct.to_string());
 }
 
@@ -132,7 +135,7 @@ fn the_program_is_connected_again_after_it_ended() {
         counted.set(counted.get() + 1);
         let ((answers, to_us), (calls, to_it)) = (pipe()?, pipe()?);
         let wrong = (counted.get() == 1).then_some("end");
-        thread::spawn(move || serve::<{ flaw::NONE }>(calls, to_us, wrong));
+        thread::spawn(move || serve(flaw::NONE, calls, to_us, wrong));
         Ok((Box::new(BufReader::new(answers)), Box::new(to_it)))
     });
     check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap_err();
