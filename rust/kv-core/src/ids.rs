@@ -95,7 +95,7 @@ impl From<u32> for BlockId {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SeqKey {
     pub(crate) manager: u32,
-    pub(crate) seq_index: u32,
+    pub(crate) seq_idx: u32,
     pub(crate) id: u64,
 }
 

@@ -85,7 +85,7 @@ impl BlockManager {
                 Deferred::Sequence(key) => {
                     if self.state.seqs.get(key).is_ok() {
                         report(&mut self.recorder, || Call::drop_sequence(key.id), &());
-                        self.state.end_sequence(key.seq_index);
+                        self.state.end_sequence(key.seq_idx);
                     }
                 }
                 Deferred::Plan(key) => {
@@ -254,7 +254,7 @@ impl BlockManager {
         check_namespace(namespace)?;
         let root = self.state.pool.acquire_root(namespace);
         let key = self.state.seqs.insert(tokens, root, read_cache);
-        let tokens = &self.state.seqs.at(key.seq_index).tokens;
+        let tokens = &self.state.seqs.at(key.seq_idx).tokens;
         let call = || Call::sequence(&tokens[..], namespace, read_cache);
         report(&mut self.recorder, call, &key);
         Ok(SeqHandle::new(&self.shared, key))

@@ -123,16 +123,6 @@ impl BlockMeta {
         self.queued = false;
     }
 
-    #[inline]
-    fn set_prev(&mut self, prev: BlockId) {
-        self.numbers.prev_or_seq_refs = prev.get();
-    }
-
-    #[inline]
-    fn set_next(&mut self, next: BlockId) {
-        self.numbers.next_or_plan_pins = next.get();
-    }
-
     fn join_queue(&mut self, Link { prev, next }: Link) {
         self.numbers = LinkOrCounts {
             prev_or_seq_refs: prev.get(),
@@ -281,8 +271,8 @@ impl FreeQueue {
 
     #[inline]
     fn join(&mut self, prev: BlockId, next: BlockId) {
-        self.meta_mut(prev).set_next(next);
-        self.meta_mut(next).set_prev(prev);
+        self.meta_mut(prev).numbers.next_or_plan_pins = next.get();
+        self.meta_mut(next).numbers.prev_or_seq_refs = prev.get();
     }
 
     /// A list from front to back.
@@ -332,9 +322,9 @@ impl BatchPush<'_> {
             }
             self.switch_to(list);
         }
-        self.metas[self.last.at()].set_next(block);
+        self.metas[self.last.at()].numbers.next_or_plan_pins = block.get();
         let meta = &mut self.metas[block.at()];
-        meta.set_prev(self.last);
+        meta.numbers.prev_or_seq_refs = self.last.get();
         meta.queued = true;
         self.last = block;
         self.count += 1;
@@ -344,8 +334,8 @@ impl BatchPush<'_> {
         let prev = self.sentinel(List::Free);
         let sentinel = self.meta_mut(prev);
         let next = BlockId::from(sentinel.numbers.next_or_plan_pins);
-        sentinel.set_next(block);
-        self.meta_mut(next).set_prev(block);
+        sentinel.numbers.next_or_plan_pins = block.get();
+        self.meta_mut(next).numbers.prev_or_seq_refs = block.get();
         self.meta_mut(block).join_queue(Link { prev, next });
         self.lens[List::Free as usize] += 1;
     }
@@ -364,8 +354,8 @@ impl BatchPush<'_> {
     #[inline]
     fn link_last(&mut self) {
         let sentinel = self.sentinel(self.list);
-        self.metas[self.last.at()].set_next(sentinel);
-        self.metas[sentinel.at()].set_prev(self.last);
+        self.metas[self.last.at()].numbers.next_or_plan_pins = sentinel.get();
+        self.metas[sentinel.at()].numbers.prev_or_seq_refs = self.last.get();
         self.lens[self.list as usize] += std::mem::take(&mut self.count);
     }
 }
@@ -464,13 +454,13 @@ mod tests {
 
     const SPOILT: &[Case] = &[
         ("Free: BlockId(0) and BlockId(1) disagree", |q| {
-            q.metas[1].set_prev(BlockId::new(2));
+            q.metas[1].numbers.prev_or_seq_refs = 2;
         }),
         ("Free: BlockId(1) and BlockId(none) disagree", |q| {
-            q.metas[1].set_next(BlockId::NONE);
+            q.metas[1].numbers.next_or_plan_pins = u32::MAX;
         }),
         ("Protected: BlockId(3) and BlockId(8) disagree", |q| {
-            q.metas[8].set_prev(BlockId::new(2));
+            q.metas[8].numbers.prev_or_seq_refs = 2;
         }),
         ("Free: 3 blocks linked, 4 counted", |q| q.lens[0] = 4),
         ("Free: 3 blocks linked, 2 counted", |q| q.lens[0] = 2),

@@ -414,10 +414,10 @@ impl Sequences {
         self.next_id += 1;
         let table = BlockTable::new(self.groups);
         let sequence = Sequence::new(self.next_id, tokens, table, root, read_cache);
-        let seq_index = match self.vacant.pop() {
-            Some(seq_index) => {
-                self.sequences[seq_index as usize] = sequence;
-                seq_index
+        let seq_idx = match self.vacant.pop() {
+            Some(seq_idx) => {
+                self.sequences[seq_idx as usize] = sequence;
+                seq_idx
             }
             None => {
                 self.sequences.push(sequence);
@@ -426,7 +426,7 @@ impl Sequences {
         };
         SeqKey {
             manager: self.manager,
-            seq_index,
+            seq_idx,
             id: self.next_id,
         }
     }
@@ -434,7 +434,7 @@ impl Sequences {
     /// The sequence of a caller's key.
     #[inline]
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
-        match self.sequences.get(key.seq_index as usize) {
+        match self.sequences.get(key.seq_idx as usize) {
             Some(seq) if seq.answers_to(key, self.manager) => Ok(seq),
             _ => Err(no_sequence(key, self.manager)),
         }
@@ -443,7 +443,7 @@ impl Sequences {
     /// The sequence, if a plan may compute its last token without a copy on write.
     #[inline]
     pub(crate) fn decoding(&mut self, key: SeqKey, plan: PlanSet) -> Option<&mut Sequence> {
-        let seq = self.sequences.get_mut(key.seq_index as usize)?;
+        let seq = self.sequences.get_mut(key.seq_idx as usize)?;
         let matches = seq.id == key.id && key.manager == self.manager;
         let is_held = seq.plans.meets(plan) | seq.speculating | seq.dropped;
         let left_one = seq.tokens.len() + usize::from(seq.pending) == seq.planned_end + 1;
@@ -453,19 +453,19 @@ impl Sequences {
 
     /// The sequence at an index that is not vacant.
     #[inline]
-    pub(crate) fn at(&self, seq_index: u32) -> &Sequence {
-        &self.sequences[seq_index as usize]
+    pub(crate) fn at(&self, seq_idx: u32) -> &Sequence {
+        &self.sequences[seq_idx as usize]
     }
 
     #[inline]
-    pub(crate) fn at_mut(&mut self, seq_index: u32) -> &mut Sequence {
-        &mut self.sequences[seq_index as usize]
+    pub(crate) fn at_mut(&mut self, seq_idx: u32) -> &mut Sequence {
+        &mut self.sequences[seq_idx as usize]
     }
 
     /// Removes a sequence. Returns its registered prefix and its root.
-    pub(crate) fn remove(&mut self, seq_index: u32) -> (Registered, NodePosition) {
-        self.vacant.push(seq_index);
-        let seq = &mut self.at_mut(seq_index).0;
+    pub(crate) fn remove(&mut self, seq_idx: u32) -> (Registered, NodePosition) {
+        self.vacant.push(seq_idx);
+        let seq = &mut self.at_mut(seq_idx).0;
         (seq.id, seq.tokens, seq.table) = (0, Vec::new(), BlockTable::new(1));
         (seq.registered, seq.root)
     }

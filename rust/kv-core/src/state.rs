@@ -67,8 +67,8 @@ impl State {
     }
 
     /// Allocates blocks until the table has `indices` logical blocks. The caller has checked that they are available.
-    pub(crate) fn allocate(&mut self, seq_index: u32, indices: usize) {
-        let seq = self.seqs.at_mut(seq_index);
+    pub(crate) fn allocate(&mut self, seq_idx: u32, indices: usize) {
+        let seq = self.seqs.at_mut(seq_idx);
         let missing = indices.saturating_sub(seq.table.end()) * seq.table.groups();
         if missing == 0 {
             return;
@@ -92,18 +92,18 @@ impl State {
     /// Replaces a block of a table; returns the old one.
     pub(crate) fn replace_block(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         group: usize,
         index: usize,
         block: BlockId,
     ) -> BlockId {
-        let seq = self.seqs.at_mut(seq_index);
+        let seq = self.seqs.at_mut(seq_idx);
         seq.change_table(|table| table.replace(group, index, block))
     }
 
     /// Shortens a table to `indices` logical blocks, last entry first, so that prefixes outlive continuations.
-    pub(crate) fn shorten(&mut self, seq_index: u32, indices: usize) {
-        let seq = self.seqs.at_mut(seq_index);
+    pub(crate) fn shorten(&mut self, seq_idx: u32, indices: usize) {
+        let seq = self.seqs.at_mut(seq_idx);
         let end = seq.table.end();
         if indices < end {
             let pool = &mut self.pool;
@@ -124,23 +124,23 @@ impl State {
     }
 
     /// Releases the blocks that no later token of the sequence reads: those before the windows of its last final one.
-    pub(crate) fn slide(&mut self, seq_index: u32) {
+    pub(crate) fn slide(&mut self, seq_idx: u32) {
         if self.groups.have_windows() {
-            let num_slid = self.slide_windows(seq_index);
+            let num_slid = self.slide_windows(seq_idx);
             self.pool.stats.slid_blocks += num_slid;
         }
     }
 
     /// Returns how many blocks were released.
-    fn slide_windows(&mut self, seq_index: u32) -> u64 {
-        let seq = self.seqs.at(seq_index);
+    fn slide_windows(&mut self, seq_idx: u32) -> u64 {
+        let seq = self.seqs.at(seq_idx);
         let indices = self.final_indices(seq);
         let starts = |group| self.groups.first_index(group, indices).min(seq.table.end());
         if (0..self.groups.len()).all(|group| starts(group) <= seq.table.start(group)) {
             return 0;
         }
         let (pool, mut released) = (&mut self.pool, 0);
-        self.seqs.at_mut(seq_index).change_table(|table| {
+        self.seqs.at_mut(seq_idx).change_table(|table| {
             for group in 0..self.groups.len() {
                 let start = self.groups.first_index(group, indices);
                 table.slide(group, start, |block| {
@@ -217,7 +217,7 @@ impl State {
         }
         let computed = tokens.min(seq.tokens.len() - 1);
         let registered = Registered::new(last, pin.table().end());
-        let seq = self.seqs.at_mut(key.seq_index);
+        let seq = self.seqs.at_mut(key.seq_idx);
         seq.set_table(pin.table().clone(), registered, computed);
         seq.count_reused(computed, 0);
         for group in 0..self.groups.len() {
@@ -266,11 +266,9 @@ impl State {
         }
         self.pool.share_root(root);
         let shared_indices = self.groups.end_of(computed);
-        self.seqs
-            .at_mut(key.seq_index)
-            .share_indices(shared_indices);
+        self.seqs.at_mut(key.seq_idx).share_indices(shared_indices);
         let key = self.seqs.insert(tokens, root, read_cache);
-        let fork = self.seqs.at_mut(key.seq_index);
+        let fork = self.seqs.at_mut(key.seq_idx);
         fork.set_table(table, registered, computed);
         fork.count_reused(cached, restored);
         fork.share_indices(shared_indices);
@@ -280,7 +278,7 @@ impl State {
     /// Appends known tokens.
     pub(crate) fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
         self.at_rest(key)?;
-        self.seqs.at_mut(key.seq_index).append(tokens);
+        self.seqs.at_mut(key.seq_idx).append(tokens);
         Ok(())
     }
 
@@ -297,15 +295,15 @@ impl State {
         let before = seq.table.end();
         let keep = self.groups.end_of(num_tokens);
         let keep = keep.max(seq.registered.end()).min(before);
-        self.shorten(key.seq_index, keep);
+        self.shorten(key.seq_idx, keep);
         Ok((before - keep) * self.groups.len())
     }
 
     /// Releases a sequence's blocks and keeps its tokens.
     pub(crate) fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
         self.at_rest(key)?;
-        self.shorten(key.seq_index, 0);
-        let seq = self.seqs.at_mut(key.seq_index);
+        self.shorten(key.seq_idx, 0);
+        let seq = self.seqs.at_mut(key.seq_idx);
         let root = Registered::at_root(seq.root);
         seq.set_table(BlockTable::new(self.groups.len()), root, 0);
         Ok(())
@@ -314,7 +312,7 @@ impl State {
     /// Ends a sequence, of a caller's key.
     pub(crate) fn free(&mut self, key: SeqKey) -> Result<(), Error> {
         self.seqs.get(key)?;
-        self.end_sequence(key.seq_index);
+        self.end_sequence(key.seq_idx);
         Ok(())
     }
 
@@ -322,31 +320,31 @@ impl State {
     pub(crate) fn free_keeping(&mut self, key: SeqKey, num_tokens: usize) -> Result<(), Error> {
         self.seqs.get(key)?;
         let indices = self.groups.index_of(num_tokens);
-        self.seqs.at_mut(key.seq_index).keep_indices(indices);
-        self.end_sequence(key.seq_index);
+        self.seqs.at_mut(key.seq_idx).keep_indices(indices);
+        self.end_sequence(key.seq_idx);
         Ok(())
     }
 
     /// Ends a sequence; one that an open plan holds ends with the plan.
-    pub(crate) fn end_sequence(&mut self, seq_index: u32) {
-        let seq = self.seqs.at_mut(seq_index);
+    pub(crate) fn end_sequence(&mut self, seq_idx: u32) {
+        let seq = self.seqs.at_mut(seq_idx);
         seq.set_dropped();
         if seq.plans != PlanSet::NONE {
             return;
         }
         if seq.registered.end() > seq.kept_indices as usize {
-            self.discard_indices(seq_index);
+            self.discard_indices(seq_idx);
         }
-        self.shorten(seq_index, 0);
-        let (registered, root) = self.seqs.remove(seq_index);
+        self.shorten(seq_idx, 0);
+        let (registered, root) = self.seqs.remove(seq_idx);
         self.pool.release_root(root, registered.last);
     }
 
     /// Removes a sequence's registered blocks after `kept_indices` from the prefix index, except those with other
     /// references. Includes blocks that its windows have passed.
     #[cold]
-    fn discard_indices(&mut self, seq_index: u32) {
-        let (seq, tree) = (self.seqs.at(seq_index), self.pool.tree());
+    fn discard_indices(&mut self, seq_idx: u32) {
+        let (seq, tree) = (self.seqs.at(seq_idx), self.pool.tree());
         let (kept, indices) = (seq.kept_indices as usize, seq.registered.end());
         let (mut end, mut discarded) = (seq.registered.last, Vec::new());
         for index in (kept..indices).rev() {
@@ -359,6 +357,6 @@ impl State {
         }
         self.pool.discard(&discarded);
         let kept = Registered::new(end, kept);
-        self.seqs.at_mut(seq_index).register(kept);
+        self.seqs.at_mut(seq_idx).register(kept);
     }
 }

@@ -40,8 +40,8 @@ pub enum Reserve {
 impl State {
     /// The transfer that is to fill blocks of the current match.
     #[cold] // inlined, it would slow prefills that meet no transfer
-    pub(crate) fn awaited_transfer(&self, seq_index: u32) -> Option<u64> {
-        let number = self.pool.transfer_of(self.matched_blocks(seq_index))?;
+    pub(crate) fn awaited_transfer(&self, seq_idx: u32) -> Option<u64> {
+        let number = self.pool.transfer_of(self.matched_blocks(seq_idx))?;
         Some(self.transfers.serial(number))
     }
 
@@ -49,14 +49,14 @@ impl State {
     /// to the first block that an open step or another transfer brings.
     pub(crate) fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
         self.at_rest(key)?;
-        if !self.match_ready(key.seq_index) {
+        if !self.match_ready(key.seq_idx) {
             return Ok(Reserve::NotNeeded);
         }
-        let seq = self.seqs.at(key.seq_index);
+        let seq = self.seqs.at(key.seq_idx);
         let (before, last) = (seq.registered.end(), self.matched.last);
         let from = before + self.matched.num_indices;
         let end = self.groups.index_of(num_tokens.min(seq.tokens.len()));
-        let (positions, unready) = self.follow_missing(key.seq_index, from..end);
+        let (positions, unready) = self.follow_missing(key.seq_idx, from..end);
         let indices = from..from + positions.len();
         if let (true, Some(unready)) = (indices.is_empty(), unready) {
             let number = self.pool.transfer_of(self.pool.tree().blocks(unready));
@@ -67,7 +67,7 @@ impl State {
             });
         }
         let matched = BlockTable::of_match(&self.matched, before, &self.groups);
-        let table = &self.seqs.at(key.seq_index).table;
+        let table = &self.seqs.at(key.seq_idx).table;
         let mut held: Vec<BlockId> = table.blocks().chain(matched.blocks()).collect();
         let mut loading = Vec::new();
         for (index, position) in indices.clone().zip(positions) {
@@ -102,13 +102,7 @@ impl State {
         self.pool.stats.reserved_blocks += loading.len() as u64;
         self.transfers.num_begun += 1;
         let (manager, serial) = (self.transfers.manager, self.transfers.num_begun);
-        self.index_loading(
-            key.seq_index,
-            indices.clone(),
-            last,
-            &loading,
-            serial as u32,
-        );
+        self.index_loading(key.seq_idx, indices.clone(), last, &loading, serial as u32);
         let transfer = TransferKey { manager, serial };
         let open = OpenTransfer {
             key: transfer,
@@ -126,13 +120,13 @@ impl State {
     /// with a block that is not ready, which comes second.
     fn follow_missing(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         indices: Range<usize>,
     ) -> (Vec<Option<NodePosition>>, Option<NodePosition>) {
         let block_size = self.groups.block_size();
         let (mut next, mut positions) = (Some(self.matched.last), Vec::new());
         for index in indices {
-            let tokens = &self.seqs.at(seq_index).tokens[index * block_size..][..block_size];
+            let tokens = &self.seqs.at(seq_idx).tokens[index * block_size..][..block_size];
             next = next.and_then(|position| self.pool.next(position, tokens));
             if !next.is_none_or(|position| self.pool.are_ready(position)) {
                 return (positions, next);
@@ -145,7 +139,7 @@ impl State {
     /// Puts loading blocks into the index, at the logical blocks after `position`.
     fn index_loading(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         indices: Range<usize>,
         mut position: NodePosition,
         loading: &[LoadingBlock],
@@ -154,7 +148,7 @@ impl State {
         let block_size = self.groups.block_size();
         let mut loading = loading.iter().peekable();
         for index in indices {
-            let tokens = &self.seqs.at(seq_index).tokens[index * block_size..][..block_size];
+            let tokens = &self.seqs.at(seq_idx).tokens[index * block_size..][..block_size];
             position = match self.pool.next(position, tokens) {
                 Some(next) => next,
                 None => self.pool.append_empty(position, tokens),

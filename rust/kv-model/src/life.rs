@@ -21,36 +21,38 @@ pub struct Bounds {
     pub transfers: bool,
 }
 
-/// A bug to seed: the checker must find it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flaw {
-    /// Late merge does not release the duplicate.
-    KeepsDuplicate,
-    /// Late merge releases the duplicate at once, although the next step reads it.
-    ReleasesDuplicateEarly,
-    /// Late merge remaps to an evictable block and leaves it in the free queue.
-    MergesIntoEvictable,
-    /// A match compares the tokens of a block and not those before it.
-    IgnoresParent,
-    /// A rollback leaves prefixes that no step has computed.
-    KeepsRolledBack,
-    /// Freeing a sequence releases its blocks while a step computes it.
-    FreesDuringStep,
-    /// A transfer that has failed in part caches all of its blocks.
-    CachesFailedLoad,
+/// An enum that lists its variants.
+macro_rules! listed {
+    ($(#[$enum:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident,)* }) => {
+        $(#[$enum])*
+        pub enum $name { $($(#[$doc])* $variant,)* }
+
+        impl $name {
+            /// All of them.
+            pub const ALL: [Self; [$(stringify!($variant)),*].len()] = [$(Self::$variant),*];
+        }
+    };
 }
 
-impl Flaw {
-    /// All of them.
-    pub const ALL: [Self; 7] = [
-        Self::KeepsDuplicate,
-        Self::ReleasesDuplicateEarly,
-        Self::MergesIntoEvictable,
-        Self::IgnoresParent,
-        Self::KeepsRolledBack,
-        Self::FreesDuringStep,
-        Self::CachesFailedLoad,
-    ];
+listed! {
+    /// A bug to seed: the checker must find it.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Flaw {
+        /// Late merge does not release the duplicate.
+        KeepsDuplicate,
+        /// Late merge releases the duplicate at once, although the next step reads it.
+        ReleasesDuplicateEarly,
+        /// Late merge remaps to an evictable block and leaves it in the free queue.
+        MergesIntoEvictable,
+        /// A match compares the tokens of a block and not those before it.
+        IgnoresParent,
+        /// A rollback leaves prefixes that no step has computed.
+        KeepsRolledBack,
+        /// Freeing a sequence releases its blocks while a step computes it.
+        FreesDuringStep,
+        /// A transfer that has failed in part caches all of its blocks.
+        CachesFailedLoad,
+    }
 }
 
 /// An action.
@@ -176,66 +178,45 @@ impl Answer {
     }
 }
 
-/// Cases that the checker counts: one that never saw a merge has shown nothing about merges.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A prefill reused cached blocks.
-    Hit,
-    /// A prefill reused blocks that an open step computes.
-    Shared,
-    /// A prompt was wholly cached.
-    FullHit,
-    /// Too few blocks.
-    NoRoom,
-    /// An allocation evicted a block.
-    Evicted,
-    /// Late merge, case 1: the prefix is in use.
-    Remapped,
-    /// Case 1 while the next step is open.
-    RemappedDuringStep,
-    /// Case 2: the prefix is on an evictable block.
-    TakenOver,
-    /// Case 3: equal tokens after other tokens.
-    OtherParent,
-    /// Case 4: the prefix is new.
-    Inserted,
-    /// The next step computes the prefix: looked up again later.
-    Delayed,
-    /// A sequence was freed while a step had it.
-    Dropped,
-    /// A step with preregistered blocks was rolled back.
-    RolledBack,
-    /// A prefill met a block that is being loaded.
-    Awaited,
-    /// A commit met a block that is being loaded.
-    LoadedMeanwhile,
-    /// A transfer ended, and its sequence reused its blocks.
-    Restored,
-    /// A transfer ended after its sequence.
-    Orphaned,
-}
-
-impl Event {
-    /// All of them.
-    pub const ALL: [Self; 17] = [
-        Self::Hit,
-        Self::Shared,
-        Self::FullHit,
-        Self::NoRoom,
-        Self::Evicted,
-        Self::Remapped,
-        Self::RemappedDuringStep,
-        Self::TakenOver,
-        Self::OtherParent,
-        Self::Inserted,
-        Self::Delayed,
-        Self::Dropped,
-        Self::RolledBack,
-        Self::Awaited,
-        Self::LoadedMeanwhile,
-        Self::Restored,
-        Self::Orphaned,
-    ];
+listed! {
+    /// Cases that the checker counts: one that never saw a merge has shown nothing about merges.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Event {
+        /// A prefill reused cached blocks.
+        Hit,
+        /// A prefill reused blocks that an open step computes.
+        Shared,
+        /// A prompt was wholly cached.
+        FullHit,
+        /// Too few blocks.
+        NoRoom,
+        /// An allocation evicted a block.
+        Evicted,
+        /// Late merge, case 1: the prefix is in use.
+        Remapped,
+        /// Case 1 while the next step is open.
+        RemappedDuringStep,
+        /// Case 2: the prefix is on an evictable block.
+        TakenOver,
+        /// Case 3: equal tokens after other tokens.
+        OtherParent,
+        /// Case 4: the prefix is new.
+        Inserted,
+        /// The next step computes the prefix: looked up again later.
+        Delayed,
+        /// A sequence was freed while a step had it.
+        Dropped,
+        /// A step with preregistered blocks was rolled back.
+        RolledBack,
+        /// A prefill met a block that is being loaded.
+        Awaited,
+        /// A commit met a block that is being loaded.
+        LoadedMeanwhile,
+        /// A transfer ended, and its sequence reused its blocks.
+        Restored,
+        /// A transfer ended after its sequence.
+        Orphaned,
+    }
 }
 
 /// The life of a block: 2 sequences, a pin and the open steps on one pool.

@@ -78,8 +78,8 @@ impl Scene {
         self.keep(seq.expect("a short prompt"))
     }
 
-    fn fork(&mut self, seq_index: u32, num_tokens: usize) -> u32 {
-        let key = self.handle(seq_index).key();
+    fn fork(&mut self, seq_idx: u32, num_tokens: usize) -> u32 {
+        let key = self.handle(seq_idx).key();
         let fork = self.manager.fork(key, num_tokens);
         self.keep(fork.expect("at rest"))
     }
@@ -89,8 +89,8 @@ impl Scene {
         (self.handles.len() - 1) as u32
     }
 
-    fn handle(&self, seq_index: u32) -> &SeqHandle {
-        self.handles[seq_index as usize]
+    fn handle(&self, seq_idx: u32) -> &SeqHandle {
+        self.handles[seq_idx as usize]
             .as_ref()
             .expect("not dropped")
     }
@@ -101,19 +101,19 @@ impl Scene {
         self.plans[self.plans.len() - 1].key()
     }
 
-    fn prefill(&mut self, seq_index: u32, max_tokens: usize) {
+    fn prefill(&mut self, seq_idx: u32, max_tokens: usize) {
         let (plan, key) = (
             self.plans[self.plans.len() - 1].key(),
-            self.handle(seq_index).key(),
+            self.handle(seq_idx).key(),
         );
         let answer = self.manager.prefill(plan, key, max_tokens, None);
         assert!(matches!(answer, Ok(Prefill::Planned { .. })), "{answer:?}");
     }
 
-    fn decode(&mut self, seq_indices: &[u32]) {
-        let keys: Vec<_> = seq_indices
+    fn decode(&mut self, seq_idxs: &[u32]) {
+        let keys: Vec<_> = seq_idxs
             .iter()
-            .map(|&seq_index| self.handle(seq_index).key())
+            .map(|&seq_idx| self.handle(seq_idx).key())
             .collect();
         let plan = self.plans[self.plans.len() - 1].key();
         assert_eq!(self.manager.decode(plan, &keys, 0), Ok(vec![]));
@@ -130,11 +130,11 @@ impl Scene {
 
     /// A prompt, computed.
     fn run(&mut self, tokens: std::ops::Range<u32>, namespace: &[u8]) -> u32 {
-        let seq_index = self.add(tokens, namespace);
+        let seq_idx = self.add(tokens, namespace);
         self.begin();
-        self.prefill(seq_index, 100);
+        self.prefill(seq_idx, 100);
         self.commit();
-        seq_index
+        seq_idx
     }
 
     /// A prompt, computed and forgotten: its full logical blocks are evictable. Its index is free again.
@@ -144,8 +144,8 @@ impl Scene {
         self.manager.drain_deferred();
     }
 
-    pub(crate) fn seq(&mut self, seq_index: u32) -> &mut Sequence {
-        self.manager.state.seqs.at_mut(seq_index)
+    pub(crate) fn seq(&mut self, seq_idx: u32) -> &mut Sequence {
+        self.manager.state.seqs.at_mut(seq_idx)
     }
 }
 
@@ -189,8 +189,8 @@ pub(crate) fn scene() -> Scene {
 
 /// A transfer of two logical blocks after those of `REST`.
 fn transfer(scene: &mut Scene) {
-    let seq_index = scene.add(0..18, b"");
-    let key = scene.handle(seq_index).key();
+    let seq_idx = scene.add(0..18, b"");
+    let key = scene.handle(seq_idx).key();
     match scene.manager.reserve(key, 18) {
         Ok(Reserve::Reserved(transfer)) => scene.transfers.push(transfer),
         answer => panic!("{answer:?}"),

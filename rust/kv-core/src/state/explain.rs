@@ -73,8 +73,8 @@ impl State {
     }
 
     /// Records why a sequence computes tokens, given its match, before it computes any.
-    pub(crate) fn explain_prefill(&mut self, seq_index: u32) {
-        let (seq, block_size) = (self.seqs.at(seq_index), self.groups.block_size());
+    pub(crate) fn explain_prefill(&mut self, seq_idx: u32) {
+        let (seq, block_size) = (self.seqs.at(seq_idx), self.groups.block_size());
         if seq.planned_end > seq.cached + seq.restored {
             return;
         }
@@ -95,7 +95,7 @@ impl State {
             };
             find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt)
         };
-        self.seqs.at_mut(seq_index).set_miss(miss.map(Box::new));
+        self.seqs.at_mut(seq_idx).set_miss(miss.map(Box::new));
     }
 }
 

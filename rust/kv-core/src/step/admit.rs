@@ -63,7 +63,7 @@ impl State {
         self.begin_indices();
         let mut rejected = Vec::new();
         while let Some(&key) = sequences.get(position) {
-            if !self.plan_decode(key.seq_index, lookahead) {
+            if !self.plan_decode(key.seq_idx, lookahead) {
                 rejected.push(position);
             }
             position += 1;
@@ -73,12 +73,12 @@ impl State {
         Ok(rejected)
     }
 
-    fn plan_decode(&mut self, seq_index: u32, lookahead: usize) -> bool {
+    fn plan_decode(&mut self, seq_idx: u32, lookahead: usize) -> bool {
         let plan = self.steps.newest();
         if plan.budget_left == 0 {
             return false;
         }
-        let needed = self.blocks_to_write(seq_index, lookahead.saturating_add(1));
+        let needed = self.blocks_to_write(seq_idx, lookahead.saturating_add(1));
         if needed > self.pool.available() {
             return false;
         }
@@ -86,7 +86,7 @@ impl State {
             computed: 1,
             lookahead,
         };
-        self.enter(seq_index, tokens, None);
+        self.enter(seq_idx, tokens, None);
         true
     }
 
@@ -104,7 +104,7 @@ impl State {
         }
         seq.check_decode(self.steps.newest_plan(plan)?.bit)?;
         let len = 1 + drafts.len();
-        let needed = self.blocks_to_write(key.seq_index, len);
+        let needed = self.blocks_to_write(key.seq_idx, len);
         let available = self.pool.available();
         if len > self.steps.newest().budget_left {
             return Ok(Prefill::NoBudget);
@@ -112,7 +112,7 @@ impl State {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        self.enter(key.seq_index, NewTokens::computed(1), None);
+        self.enter(key.seq_idx, NewTokens::computed(1), None);
         let last = self.steps.newest().entries.len() - 1;
         self.extend_decode(last, drafts);
         Ok(Prefill::Planned {
@@ -142,26 +142,26 @@ impl State {
         if request.max_tokens.min(budget_left) == 0 {
             return Ok(Prefill::NoBudget);
         }
-        Ok(self.match_and_plan(key.seq_index, request))
+        Ok(self.match_and_plan(key.seq_idx, request))
     }
 
     /// Matches the sequence, and plans the tokens after the match.
-    fn match_and_plan(&mut self, seq_index: u32, request: PrefillRequest) -> Prefill {
+    fn match_and_plan(&mut self, seq_idx: u32, request: PrefillRequest) -> Prefill {
         let mut source = None;
         let replay = request.replay;
-        if self.find_match(seq_index, Purpose::Prefill { replay }) {
+        if self.find_match(seq_idx, Purpose::Prefill { replay }) {
             if self.pool.any_loading()
-                && let Some(transfer) = self.awaited_transfer(seq_index)
+                && let Some(transfer) = self.awaited_transfer(seq_idx)
             {
                 return Prefill::Loading { transfer };
             }
-            source = self.find_copy_source(seq_index);
+            source = self.find_copy_source(seq_idx);
         }
         if self.pool.history.is_some() {
-            self.explain_prefill(seq_index);
+            self.explain_prefill(seq_idx);
         }
         loop {
-            match self.plan_after_match(seq_index, request, source) {
+            match self.plan_after_match(seq_idx, request, source) {
                 // A prefill does not wait for the sake of a partial copy.
                 Prefill::NoRoom { .. } if source.is_some() => source = None,
                 answer => return answer,
@@ -172,30 +172,30 @@ impl State {
     /// Plans the tokens after the current match and the copied tokens of `source`.
     fn plan_after_match(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         request: PrefillRequest,
         source: Option<CopySource>,
     ) -> Prefill {
         let max_tokens = request.max_tokens;
         let limit = max_tokens.min(self.steps.newest().budget_left);
-        let (start, cached_end, replay) = self.start_after_match(seq_index, source, request.replay);
+        let (start, cached_end, replay) = self.start_after_match(seq_idx, source, request.replay);
         if start.saturating_add(limit) < cached_end {
             return Prefill::NoBudget; // a replay is computed in one step
         }
-        let seq = self.seqs.at(seq_index);
+        let seq = self.seqs.at(seq_idx);
         let rest = seq.tokens.len() - start;
         let len = match chunk(start, rest, limit, self.groups.block_size()) {
             len if start + len < cached_end => limit,
             len => len,
         };
         let copies = match (self.matched.num_indices, source) {
-            (0, None) => self.must_copy(seq_index, start).count(),
+            (0, None) => self.must_copy(seq_idx, start).count(),
             _ => 0,
         };
         let new = match request.spare_blocks {
-            None => self.new_blocks(seq_index, start + len),
+            None => self.new_blocks(seq_idx, start + len),
             Some(spare) => {
-                let whole = self.blocks_to_come(seq_index, start + len, max_tokens);
+                let whole = self.blocks_to_come(seq_idx, start + len, max_tokens);
                 whole.saturating_add(spare)
             }
         };
@@ -204,12 +204,12 @@ impl State {
         // Revived blocks are counted only if the pool lacks room for all that was matched.
         let matched = self.matched.blocks.len() + source.map_or(0, |_| self.groups.len());
         if new.saturating_add(matched) > available {
-            let needed = new.saturating_add(self.num_revived(seq_index, source));
+            let needed = new.saturating_add(self.num_revived(seq_idx, source));
             if needed > available {
                 return Prefill::NoRoom { needed, available };
             }
         }
-        let seq = self.seqs.at(seq_index);
+        let seq = self.seqs.at(seq_idx);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
         let blocks = |of: CopySource| self.pool.tree().blocks(of.position).collect();
@@ -220,7 +220,7 @@ impl State {
             copied_tokens: source.map_or(0, |source| source.tokens),
             ..PrefillWork::default()
         }));
-        self.enter(seq_index, NewTokens::computed(len), Some(details));
+        self.enter(seq_idx, NewTokens::computed(len), Some(details));
         Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -235,7 +235,7 @@ fn check_decodes(state: &State, plan: PlanSet, sequences: &[SeqKey]) -> Result<(
     for &key in sequences {
         let seq = state.seqs.get(key)?;
         seq.check_decode(plan)?;
-        if !seen.insert(key.seq_index) {
+        if !seen.insert(key.seq_idx) {
             return Err(Error::InPlan { sequence: seq.id });
         }
     }
@@ -247,20 +247,20 @@ impl State {
     /// cached and a fork kept only its beginning.
     pub(super) fn must_copy(
         &self,
-        seq_index: u32,
+        seq_idx: u32,
         position: usize,
     ) -> impl Iterator<Item = usize> + '_ {
-        self.groups_shared_at(seq_index, position, |block| self.pool.seq_refs(block) > 1)
+        self.groups_shared_at(seq_idx, position, |block| self.pool.seq_refs(block) > 1)
     }
 
     /// Layer groups whose block at `position` was shared with a fork, and is `held` by others or cached still.
     pub(super) fn groups_shared_at(
         &self,
-        seq_index: u32,
+        seq_idx: u32,
         position: usize,
         held: impl Fn(BlockId) -> bool,
     ) -> impl Iterator<Item = usize> {
-        let seq = self.seqs.at(seq_index);
+        let seq = self.seqs.at(seq_idx);
         let index = self.groups.index_of(position);
         let groups = 0..self.groups.len() * usize::from(seq.may_share(index));
         groups.filter(move |&group| {
@@ -270,31 +270,31 @@ impl State {
     }
 
     /// Blocks to allocate before the sequence can write its next `len` positions.
-    fn blocks_to_write(&self, seq_index: u32, len: usize) -> usize {
-        let seq = self.seqs.at(seq_index);
+    fn blocks_to_write(&self, seq_idx: u32, len: usize) -> usize {
+        let seq = self.seqs.at(seq_idx);
         let indices = self.groups.end_of(seq.planned_end.saturating_add(len));
         let new = indices.saturating_sub(seq.table.end());
         let new = new.saturating_mul(self.groups.len());
-        new.saturating_add(self.must_copy(seq_index, seq.planned_end).count())
+        new.saturating_add(self.must_copy(seq_idx, seq.planned_end).count())
     }
 
     /// Logical blocks to allocate for the table, with the current match, to reach `end` tokens.
-    fn new_indices(&self, seq_index: u32, end: usize) -> usize {
-        let held = self.seqs.at(seq_index).table.end() + self.matched.num_indices;
+    fn new_indices(&self, seq_idx: u32, end: usize) -> usize {
+        let held = self.seqs.at(seq_idx).table.end() + self.matched.num_indices;
         self.groups.end_of(end).saturating_sub(held)
     }
 
-    fn new_blocks(&self, seq_index: u32, end: usize) -> usize {
-        self.new_indices(seq_index, end) * self.groups.len()
+    fn new_blocks(&self, seq_idx: u32, end: usize) -> usize {
+        self.new_indices(seq_idx, end) * self.groups.len()
     }
 
     /// Blocks to allocate until all known tokens are computed: in a step that ends at `end`, then in steps of at
     /// most `max_tokens`. Blocks that slide out of a window meanwhile are reused.
-    fn blocks_to_come(&self, seq_index: u32, end: usize, max_tokens: usize) -> usize {
-        let seq = self.seqs.at(seq_index);
-        let now = self.new_indices(seq_index, end);
+    fn blocks_to_come(&self, seq_idx: u32, end: usize, max_tokens: usize) -> usize {
+        let seq = self.seqs.at(seq_idx);
+        let now = self.new_indices(seq_idx, end);
         if !self.groups.have_windows() {
-            return self.new_blocks(seq_index, seq.tokens.len());
+            return self.new_blocks(seq_idx, seq.tokens.len());
         }
         let indices = seq.table.end() + self.matched.num_indices;
         let come = |group: usize| {
@@ -317,11 +317,11 @@ impl State {
     /// and how many tokens are replayed: at most `replay` cached tokens, and the last known one in any case.
     fn start_after_match(
         &self,
-        seq_index: u32,
+        seq_idx: u32,
         source: Option<CopySource>,
         replay: usize,
     ) -> (usize, usize, usize) {
-        let seq = self.seqs.at(seq_index);
+        let seq = self.seqs.at(seq_idx);
         let cached = self.matched.num_indices * self.groups.block_size();
         let cached = cached + source.map_or(0, |source| source.tokens);
         let (end, replay) = (seq.planned_end + cached, replay.min(cached));
@@ -334,8 +334,8 @@ impl State {
 
     /// The block that the current match ends inside of: it agrees with at least an eighth of a block of the next
     /// tokens, and no open step computes it, because copies come before the step.
-    fn find_copy_source(&self, seq_index: u32) -> Option<CopySource> {
-        let seq = self.seqs.at(seq_index);
+    fn find_copy_source(&self, seq_idx: u32) -> Option<CopySource> {
+        let seq = self.seqs.at(seq_idx);
         self.copy_source(&seq.tokens, seq.registered.end() + self.matched.num_indices)
     }
 
@@ -365,8 +365,8 @@ impl State {
 
     /// Matches the tokens after the sequence's position into `self.matched`, if it is a block boundary and the sequence
     /// may read the cache; returns whether that is so. Logical blocks that it has reserved come after the match.
-    pub(super) fn find_match(&mut self, seq_index: u32, purpose: Purpose) -> bool {
-        let seq = self.seqs.at(seq_index);
+    pub(super) fn find_match(&mut self, seq_idx: u32, purpose: Purpose) -> bool {
+        let seq = self.seqs.at(seq_idx);
         let registered = seq.registered;
         let on_boundary = seq.planned_end == registered.end() * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
@@ -379,8 +379,8 @@ impl State {
     }
 
     /// Blocks of the current match that a token after it reads.
-    pub(crate) fn matched_blocks(&self, seq_index: u32) -> impl Iterator<Item = BlockId> + '_ {
-        self.matched_blocks_after(self.seqs.at(seq_index).registered.end())
+    pub(crate) fn matched_blocks(&self, seq_idx: u32) -> impl Iterator<Item = BlockId> + '_ {
+        self.matched_blocks_after(self.seqs.at(seq_idx).registered.end())
     }
 
     /// The same, if the match follows `from` logical blocks.
@@ -397,10 +397,10 @@ impl State {
 
     /// Blocks of the current match, as far as a token after it reads them, and of the copy source that are evictable
     /// now.
-    fn num_revived(&self, seq_index: u32, source: Option<CopySource>) -> usize {
+    fn num_revived(&self, seq_idx: u32, source: Option<CopySource>) -> usize {
         let source = source.into_iter();
         let source = source.flat_map(|source| self.pool.tree().blocks(source.position));
-        let reused = self.matched_blocks(seq_index).chain(source);
+        let reused = self.matched_blocks(seq_idx).chain(source);
         reused.filter(|&block| self.pool.is_queued(block)).count()
     }
 }

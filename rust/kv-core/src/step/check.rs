@@ -44,24 +44,24 @@ impl Steps {
         let mut computing: HashSet<BlockId> = HashSet::new();
         let mut growth: HashMap<u32, usize> = HashMap::new();
         for entry in self.open.iter().flat_map(|plan| &plan.entries) {
-            *growth.entry(entry.seq_index).or_default() += entry.growth();
+            *growth.entry(entry.seq_idx).or_default() += entry.growth();
         }
         for (at, plan) in self.open.iter().enumerate() {
             let serial = plan.key.serial;
             let mut row = 0;
             for entry in &plan.entries {
-                let Some(&seq) = sequences.get(&entry.seq_index) else {
+                let Some(&seq) = sequences.get(&entry.seq_idx) else {
                     return Err(format!("plan {serial} holds a sequence that is gone"));
                 };
                 let track = tracks
-                    .entry(entry.seq_index)
+                    .entry(entry.seq_idx)
                     .or_insert_with(|| Track::new(seq));
                 track.follow(at == 0, plan, entry, seq)?;
                 if entry.samples() {
                     track.sample_row = Some(SampleRow::new(row));
                 }
                 row += entry.num_samples();
-                let to_come = growth.entry(entry.seq_index).or_default();
+                let to_come = growth.entry(entry.seq_idx).or_default();
                 check_extent(state, entry, seq, *to_come)?;
                 check_in_place(state, entry, seq.id)?;
                 *to_come -= entry.growth();
@@ -81,8 +81,8 @@ impl Steps {
                 format!("{block:?} is to be computed in step {step} by no entry")
             })?;
         }
-        for (seq_index, seq) in state.seqs.iter_slots() {
-            let track = tracks.remove(&seq_index).unwrap_or_else(|| Track::new(seq));
+        for (seq_idx, seq) in state.seqs.iter_slots() {
+            let track = tracks.remove(&seq_idx).unwrap_or_else(|| Track::new(seq));
             track.check_end(seq)?;
         }
         Ok(())
@@ -94,7 +94,7 @@ impl Steps {
         let mut counted = 0;
         for entry in &plan.entries {
             let (seq, index) = (
-                state.seqs.at(entry.seq_index),
+                state.seqs.at(entry.seq_idx),
                 state.groups.index_of(entry.start),
             );
             let table = state.table_of(plan, entry);
@@ -173,7 +173,7 @@ fn check_copied_partly(
     entry: &Entry,
     table: &BlockTable,
 ) -> Result<usize, String> {
-    let seq = state.seqs.at(entry.seq_index);
+    let seq = state.seqs.at(entry.seq_idx);
     let (id, serial) = (seq.id, plan.key.serial);
     let Some(prefill) = entry.prefill() else {
         return Ok(0);
@@ -461,27 +461,27 @@ mod tests {
         &mut s.manager.state.steps.open[plan]
     }
 
-    fn entry(s: &mut Scene, at: usize, seq_index: u32) -> &mut Entry {
+    fn entry(s: &mut Scene, at: usize, seq_idx: u32) -> &mut Entry {
         let mut entries = plan(s, at).entries.iter_mut();
         entries
-            .find(|entry| entry.seq_index == seq_index)
+            .find(|entry| entry.seq_idx == seq_idx)
             .expect("planned")
     }
 
-    fn details(s: &mut Scene, at: usize, seq_index: u32) -> &mut Details {
-        let details = entry(s, at, seq_index).details.as_mut();
+    fn details(s: &mut Scene, at: usize, seq_idx: u32) -> &mut Details {
+        let details = entry(s, at, seq_idx).details.as_mut();
         details.expect("more than a decode")
     }
 
-    fn prefill(s: &mut Scene, at: usize, seq_index: u32) -> &mut PrefillWork {
-        match &mut details(s, at, seq_index).work {
+    fn prefill(s: &mut Scene, at: usize, seq_idx: u32) -> &mut PrefillWork {
+        match &mut details(s, at, seq_idx).work {
             Work::Prefill(prefill) => prefill,
             _ => panic!("no prefill"),
         }
     }
 
-    fn slid(s: &mut Scene, at: usize, seq_index: u32) -> &mut Vec<(usize, BlockId)> {
-        let mut journal = details(s, at, seq_index).journal.iter_mut();
+    fn slid(s: &mut Scene, at: usize, seq_idx: u32) -> &mut Vec<(usize, BlockId)> {
+        let mut journal = details(s, at, seq_idx).journal.iter_mut();
         let slid = journal.find_map(|change| match change {
             Change::Matched { slid, .. } => Some(slid),
             _ => None,
@@ -489,8 +489,8 @@ mod tests {
         slid.expect("a match")
     }
 
-    fn copied_index(s: &mut Scene, at: usize, seq_index: u32) -> &mut usize {
-        let mut journal = details(s, at, seq_index).journal.iter_mut();
+    fn copied_index(s: &mut Scene, at: usize, seq_idx: u32) -> &mut usize {
+        let mut journal = details(s, at, seq_idx).journal.iter_mut();
         let index = journal.find_map(|change| match change {
             Change::Copied { index, .. } => Some(index),
             _ => None,
@@ -518,7 +518,7 @@ mod tests {
             s.manager.state.steps.spare_entries.push(entry);
         }),
         ("plan 11 holds a sequence that is gone", |s| {
-            entry(s, OLDER, LEFT).seq_index = 99
+            entry(s, OLDER, LEFT).seq_idx = 99
         }),
         (
             "plan 11 has 17 tokens and 3 samples, counted 16 and 3",
@@ -569,7 +569,7 @@ mod tests {
             entry(s, NEWER, LONG).new_indices = 99
         }),
         ("sequence 3 writes in Some(BlockId(", |s| {
-            entry(s, NEWER, CHILD).seq_index = PARENT;
+            entry(s, NEWER, CHILD).seq_idx = PARENT;
         }),
         ("sequence 9 was at 6 with 1 logical blocks", |s| {
             entry(s, OLDER, LONG).new_indices -= 1;
@@ -619,8 +619,8 @@ mod tests {
             slid(s, NEWER, LONG).clear(); // the newer plan has it
         }),
         ("is twice in plan 12, or after its drafts", |s| {
-            let seq_index = entry(s, NEWER, TALK).seq_index;
-            entry(s, NEWER, BRIEF).seq_index = seq_index;
+            let seq_idx = entry(s, NEWER, TALK).seq_idx;
+            entry(s, NEWER, BRIEF).seq_idx = seq_idx;
         }),
         ("sequence 9 begins at 10, stands at 6", |s| {
             entry(s, NEWER, LONG).start = 10

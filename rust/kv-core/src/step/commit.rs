@@ -53,7 +53,7 @@ impl State {
             let fits = (1..=drafts.len() + 1).contains(&accepted);
             if !fits || mine[..accepted - 1] != drafts[..accepted - 1] {
                 return Err(Error::Accepted {
-                    sequence: self.seqs.at(entry.seq_index).id,
+                    sequence: self.seqs.at(entry.seq_idx).id,
                     accepted,
                     drafts: drafts.len(),
                 });
@@ -82,7 +82,7 @@ impl State {
         // now.
         for entry in others {
             if let Some(prefill) = entry.prefill() {
-                self.emit_preregistered(entry.seq_index, prefill);
+                self.emit_preregistered(entry.seq_idx, prefill);
             }
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
@@ -90,8 +90,8 @@ impl State {
         if decodes > 0 {
             self.close_decodes(bit, first.iter().zip(sampled), &mut full, &mut dropped);
         }
-        for seq_index in full.drain(..) {
-            self.finish_computed(seq_index, step, &mut remappings);
+        for seq_idx in full.drain(..) {
+            self.finish_computed(seq_idx, step, &mut remappings);
         }
         self.steps.full = full;
         let mut sampling = decodes;
@@ -103,14 +103,14 @@ impl State {
                 sampling += 1;
             }
             if self.close_entry(bit, entry, accepted) {
-                dropped.push(entry.seq_index);
+                dropped.push(entry.seq_idx);
             }
-            self.finish_computed(entry.seq_index, step, &mut remappings);
+            self.finish_computed(entry.seq_idx, step, &mut remappings);
         }
         self.pool.stats.computed_tokens += num_tokens as u64;
         // Last: the blocks of a dropped sequence are there for the whole batch to merge into.
-        for seq_index in dropped {
-            self.end_sequence(seq_index);
+        for seq_idx in dropped {
+            self.end_sequence(seq_idx);
         }
         if !entries.is_empty() {
             clear(&mut entries);
@@ -125,37 +125,37 @@ impl State {
     }
 
     /// Registers what a sequence has computed, and releases blocks that no later token reads.
-    fn finish_computed(&mut self, seq_index: u32, step: u32, remappings: &mut Vec<Remapping>) {
-        self.register_full(seq_index, step, remappings);
-        self.slide(seq_index);
+    fn finish_computed(&mut self, seq_idx: u32, step: u32, remappings: &mut Vec<Remapping>) {
+        self.register_full(seq_idx, step, remappings);
+        self.slide(seq_idx);
     }
 
     /// Registers the logical blocks that became full, or merges them into the blocks that were cached first.
     pub(super) fn register_full(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         step: u32,
         remappings: &mut Vec<Remapping>,
     ) {
-        let seq = self.seqs.at(seq_index);
+        let seq = self.seqs.at(seq_idx);
         let full = self.groups.index_of(seq.computed);
         if !self.caching || seq.registered.end() >= full {
             return;
         }
         for index in seq.registered.end()..full {
             let block_size = self.groups.block_size();
-            let seq = self.seqs.at(seq_index);
+            let seq = self.seqs.at(seq_idx);
             let tokens = &seq.tokens[index * block_size..][..block_size];
             match self.pool.next(seq.registered.last, tokens) {
                 None => {
-                    self.append_indices(seq_index, index..full, step);
-                    let Registered { last, .. } = self.seqs.at(seq_index).registered;
+                    self.append_indices(seq_idx, index..full, step);
+                    let Registered { last, .. } = self.seqs.at(seq_idx).registered;
                     self.pool.emit_stored(last, full - index);
                     return;
                 }
                 // The next step is to compute it, and may yet be rolled back: looked up again later.
                 Some(cached) if !self.pool.are_ready(cached) => return,
-                Some(cached) => self.merge_index(seq_index, index, cached, step, remappings),
+                Some(cached) => self.merge_index(seq_idx, index, cached, step, remappings),
             }
         }
     }
@@ -163,7 +163,7 @@ impl State {
     /// Late merge of one logical block.
     fn merge_index(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         index: usize,
         cached: NodePosition,
         step: u32,
@@ -173,7 +173,7 @@ impl State {
             self.pool.emit_stored(cached, 1);
         }
         for group in 0..self.groups.len() {
-            let block = self.seqs.at(seq_index).table.at(group, index);
+            let block = self.seqs.at(seq_idx).table.at(group, index);
             match self.pool.tree().block(cached, group) {
                 // This group has lost its block.
                 None => self.pool.store(cached, group, block, step),
@@ -186,26 +186,26 @@ impl State {
                 // In use: the first one wins.
                 Some(first) => {
                     self.pool.hold(first);
-                    self.remap(seq_index, group, index, first, remappings);
+                    self.remap(seq_idx, group, index, first, remappings);
                 }
             }
         }
         let registered = Registered::new(cached, index + 1);
-        self.seqs.at_mut(seq_index).register(registered);
+        self.seqs.at_mut(seq_idx).register(registered);
     }
 
     /// Remaps a table entry to the block that was cached first.
     fn remap(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         group: usize,
         index: usize,
         first: BlockId,
         remappings: &mut Vec<Remapping>,
     ) {
-        let duplicate = self.replace_block(seq_index, group, index, first);
+        let duplicate = self.replace_block(seq_idx, group, index, first);
         remappings.push(Remapping {
-            sequence: self.seqs.at(seq_index).id,
+            sequence: self.seqs.at(seq_idx).id,
             group,
             index,
             old_block: duplicate,
@@ -228,7 +228,7 @@ fn clear(entries: &mut Vec<Entry>) {
 
 impl State {
     /// Emits the logical blocks that an entry has preregistered.
-    fn emit_preregistered(&mut self, seq_index: u32, prefill: &PrefillWork) {
+    fn emit_preregistered(&mut self, seq_idx: u32, prefill: &PrefillWork) {
         let groups = self.groups.len();
         let from = prefill.preregister_from;
         let indices = from..from + prefill.preregistered;
@@ -236,21 +236,21 @@ impl State {
             return;
         }
         if prefill.already_cached.is_empty() {
-            self.emit_indices(seq_index, indices);
+            self.emit_indices(seq_idx, indices);
             return;
         }
         for index in indices {
             // A logical block of which a block was cached before is not stored again.
             let mut places = index * groups..(index + 1) * groups;
             if !places.any(|place| prefill.is_already_cached(place)) {
-                self.emit_indices(seq_index, index..index + 1);
+                self.emit_indices(seq_idx, index..index + 1);
             }
         }
     }
 
     /// Emits registered logical blocks of a sequence.
-    fn emit_indices(&mut self, seq_index: u32, indices: std::ops::Range<usize>) {
-        let registered = self.seqs.at(seq_index).registered;
+    fn emit_indices(&mut self, seq_idx: u32, indices: std::ops::Range<usize>) {
+        let registered = self.seqs.at(seq_idx).registered;
         let tree = self.pool.tree();
         let end = tree.ancestor(registered.last, registered.end() - indices.end);
         self.pool.emit_stored(end, indices.len());
@@ -268,20 +268,20 @@ impl State {
     ) {
         let block = self.groups.block();
         for (entry, &token) in sampled {
-            let seq = self.seqs.at_mut(entry.seq_index);
+            let seq = self.seqs.at_mut(entry.seq_idx);
             seq.push_sampled(token);
             if seq.commit(plan, entry.start + 1) {
-                dropped.push(entry.seq_index);
+                dropped.push(entry.seq_idx);
             }
             if entry.start + 1 >= block.start_of(seq.registered.end() + 1) {
-                full.push(entry.seq_index);
+                full.push(entry.seq_idx);
             }
         }
     }
 
     /// The same for any entry, with the tokens that it accepted. Returns whether its sequence ends.
     fn close_entry(&mut self, plan: PlanSet, entry: &Entry, accepted: &[u32]) -> bool {
-        let seq = self.seqs.at_mut(entry.seq_index);
+        let seq = self.seqs.at_mut(entry.seq_idx);
         if let Some(&token) = accepted.first() {
             seq.push_sampled(token);
         }
@@ -294,7 +294,7 @@ impl State {
 
     /// The part of `close_entry` that depends on the work; counts it.
     fn close_work(&mut self, entry: &Entry, details: &Details, accepted: &[u32]) {
-        let (seq, stats) = (self.seqs.at_mut(entry.seq_index), &mut self.pool.stats);
+        let (seq, stats) = (self.seqs.at_mut(entry.seq_idx), &mut self.pool.stats);
         match &details.work {
             Work::Decode => {}
             Work::Prefill(prefill) => {

@@ -13,24 +13,24 @@ use crate::state::State;
 impl State {
     /// Matches the tokens after a sequence's position into `self.matched`, as far as they can be read now. False if it
     /// is not on a block boundary, has slots reserved, or may not read the cache.
-    pub(crate) fn match_ready(&mut self, seq_index: u32) -> bool {
-        let seq = self.seqs.at(seq_index);
-        seq.table.end() == seq.registered.end() && self.find_match(seq_index, Purpose::Read)
+    pub(crate) fn match_ready(&mut self, seq_idx: u32) -> bool {
+        let seq = self.seqs.at(seq_idx);
+        seq.table.end() == seq.registered.end() && self.find_match(seq_idx, Purpose::Read)
     }
 
     /// Reuses the cached blocks after a block boundary. Returns how many tokens they hold. Blocks from logical block
     /// `restored` on are counted as restored by a transfer.
     pub(crate) fn reuse_cached(&mut self, key: SeqKey, restored: usize) -> Result<usize, Error> {
         self.at_rest(key)?;
-        if !self.match_ready(key.seq_index) || self.matched.num_indices == 0 {
+        if !self.match_ready(key.seq_idx) || self.matched.num_indices == 0 {
             return Ok(0);
         }
         let (mut slid, block_size) = (Vec::new(), self.groups.block_size());
-        self.insert_match(key.seq_index, &mut slid);
+        self.insert_match(key.seq_idx, &mut slid);
         for &(_, block) in &slid {
             self.pool.release(block);
         }
-        let seq = self.seqs.at_mut(key.seq_index);
+        let seq = self.seqs.at_mut(key.seq_idx);
         let (indices, before) = (seq.registered.end(), seq.computed);
         let end = (indices * block_size).min(seq.tokens.len() - 1);
         let first = restored.clamp(indices - self.matched.num_indices, indices);
@@ -52,15 +52,15 @@ impl State {
     /// Allocates slots for `num_tokens` tokens after the computed ones.
     pub(crate) fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
         let computed = self.at_rest(key)?.computed;
-        let (seq_index, mut copies) = (key.seq_index, Vec::new());
+        let (seq_idx, mut copies) = (key.seq_idx, Vec::new());
         let (index, end) = (
             self.groups.index_of(computed),
             computed.saturating_add(num_tokens),
         );
-        let before = self.seqs.at(seq_index).table.end();
+        let before = self.seqs.at(seq_idx).table.end();
         let shared: Vec<usize> = match num_tokens {
             0 => Vec::new(),
-            _ => self.held_by_others(seq_index, computed).collect(),
+            _ => self.held_by_others(seq_idx, computed).collect(),
         };
         let new = self.groups.end_of(end).saturating_sub(before);
         let needed = new.saturating_mul(self.groups.len());
@@ -71,13 +71,13 @@ impl State {
         }
         for group in shared {
             let copy = self.allocate_one();
-            let source = self.replace_block(seq_index, group, index, copy);
+            let source = self.replace_block(seq_idx, group, index, copy);
             self.pool.release(source);
             copies.push((source, copy));
         }
         self.pool.stats.copied_blocks += copies.len() as u64;
-        self.allocate(seq_index, before + new);
-        let table = &self.seqs.at(seq_index).table;
+        self.allocate(seq_idx, before + new);
+        let table = &self.seqs.at(seq_idx).table;
         let blocks = (before..table.end()).flat_map(|index| table.blocks_at(index));
         Ok(Extend::Extended {
             blocks: blocks.collect(),
@@ -86,8 +86,8 @@ impl State {
     }
 
     /// As `must_copy`, and blocks that an open step is still to copy.
-    fn held_by_others(&self, seq_index: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
-        self.groups_shared_at(seq_index, position, |block| self.pool.refs(block) > 1)
+    fn held_by_others(&self, seq_idx: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
+        self.groups_shared_at(seq_idx, position, |block| self.pool.refs(block) > 1)
     }
 
     /// Publishes the next `num_tokens` tokens of a sequence as computed; `tokens` were not known before.
@@ -116,13 +116,13 @@ impl State {
                 known,
             });
         }
-        let shared = self.held_by_others(key.seq_index, computed).next();
+        let shared = self.held_by_others(key.seq_idx, computed).next();
         if let Some(group) = shared.filter(|_| num_tokens > 0) {
             let block = seq.table.at(group, self.groups.index_of(computed)).get();
             return Err(Error::SharedBlock { sequence, block });
         }
         let unplanned = seq.num_unplanned();
-        let seq = self.seqs.at_mut(key.seq_index);
+        let seq = self.seqs.at_mut(key.seq_idx);
         seq.append(tokens);
         seq.set_computed(end);
         let stats = &mut self.pool.stats;
@@ -132,8 +132,8 @@ impl State {
         }
         let mut remappings = Vec::new();
         let step = self.steps.last_closed();
-        self.register_full(key.seq_index, step, &mut remappings);
-        self.slide(key.seq_index);
+        self.register_full(key.seq_idx, step, &mut remappings);
+        self.slide(key.seq_idx);
         Ok(remappings)
     }
 }

@@ -52,8 +52,8 @@ impl State {
                 return Err(Error::DraftCount { expected, given });
             }
         }
-        let seq_indices = entries.iter().map(|entry| entry.seq_index);
-        let mut planned: HashMap<u32, usize> = seq_indices.zip(0..).collect();
+        let seq_idxs = entries.iter().map(|entry| entry.seq_idx);
+        let mut planned: HashMap<u32, usize> = seq_idxs.zip(0..).collect();
         let mut indices = Vec::with_capacity(sequences.len());
         for &key in sequences {
             let seq = self.seqs.get(key)?;
@@ -61,7 +61,7 @@ impl State {
             if !seq.plans.meets(bit) {
                 return Err(Error::NotPlanned { sequence });
             }
-            let at = planned.remove(&key.seq_index);
+            let at = planned.remove(&key.seq_idx);
             let at = at.ok_or(Error::InPlan { sequence })?; // twice in the list
             let entry = &entries[at];
             let uncomputed = entry.len();
@@ -83,20 +83,20 @@ impl State {
     pub(super) fn extend_decode(&mut self, at: usize, drafts: &[u32]) -> usize {
         let plan = self.steps.newest();
         let Entry {
-            seq_index,
+            seq_idx,
             new_indices,
             ..
         } = plan.entries[at];
         let end = plan.entries[at].end();
-        let before = self.seqs.at(seq_index).table.end();
+        let before = self.seqs.at(seq_idx).table.end();
         let indices = before + self.pool.available() / self.groups.len();
         let capacity = indices * self.groups.block_size() - end;
         let count = drafts.len().min(plan.budget_left).min(capacity);
         if count == 0 {
             return 0;
         }
-        self.allocate(seq_index, self.groups.end_of(end + count));
-        let seq = self.seqs.at_mut(seq_index);
+        self.allocate(seq_idx, self.groups.end_of(end + count));
+        let seq = self.seqs.at_mut(seq_idx);
         seq.plan_drafts(count);
         let plan = self.steps.newest();
         let entry = &mut plan.entries[at];

@@ -32,28 +32,26 @@ impl State {
     /// Blocks and budget were checked before. `details`: `None` for a decode.
     pub(super) fn enter(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         NewTokens {
             computed: len,
             lookahead,
         }: NewTokens,
         mut details: Option<Box<Details>>,
     ) {
-        let indices_before = self.seqs.at(seq_index).table.end();
+        let indices_before = self.seqs.at(seq_idx).table.end();
         if let Some(Details {
             work: Work::Prefill(prefill),
             journal,
             ..
         }) = details.as_deref_mut()
         {
-            self.reuse_match(seq_index, prefill, journal);
-            self.seqs
-                .at_mut(seq_index)
-                .skip_cached(prefill.reused_tokens);
+            self.reuse_match(seq_idx, prefill, journal);
+            self.seqs.at_mut(seq_idx).skip_cached(prefill.reused_tokens);
         }
-        let seq = self.seqs.at(seq_index);
+        let seq = self.seqs.at(seq_idx);
         let (start, indices) = (seq.planned_end, seq.table.end());
-        if let Some(change) = self.copy_on_write(seq_index, start) {
+        if let Some(change) = self.copy_on_write(seq_idx, start) {
             let details = details.get_or_insert_with(|| Details::new(Work::Decode));
             details.journal.push(change);
         }
@@ -63,19 +61,16 @@ impl State {
                 journal.push(Change::Grown { from: indices });
             }
             if let Work::Prefill(prefill) = work {
-                self.copy_partial(seq_index, prefill, journal);
-                let (before, step) = (
-                    self.seqs.at(seq_index).registered,
-                    self.steps.newest().step(),
-                );
-                self.preregister(seq_index, start..start + len, prefill, step);
+                self.copy_partial(seq_idx, prefill, journal);
+                let (before, step) = (self.seqs.at(seq_idx).registered, self.steps.newest().step());
+                self.preregister(seq_idx, start..start + len, prefill, step);
                 if prefill.preregistered > 0 {
                     journal.push(Change::Preregistered { before });
                 }
             }
         }
-        self.allocate(seq_index, end);
-        self.push_entry(seq_index, len, indices_before, details);
+        self.allocate(seq_idx, end);
+        self.push_entry(seq_idx, len, indices_before, details);
     }
 
     /// Plans one token for each of `sequences`, up to the first one that needs more than a plain decode, is refused, or
@@ -97,7 +92,7 @@ impl State {
         for (at, index) in beginning.zip(taken.chunks_exact(groups)) {
             let entry = &mut plan.entries[at];
             entry.new_indices = 1;
-            let seq = self.seqs.at_mut(entry.seq_index);
+            let seq = self.seqs.at_mut(entry.seq_idx);
             match index {
                 [block] => seq.tail_of_one().push(*block),
                 _ => seq.push_indices(index),
@@ -109,15 +104,15 @@ impl State {
     /// Adds an entry for the next `len` positions of a sequence, whose blocks are in its table.
     fn push_entry(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         len: usize,
         indices_before: usize,
         details: Option<Box<Details>>,
     ) {
-        let seq = self.seqs.at_mut(seq_index);
+        let seq = self.seqs.at_mut(seq_idx);
         let (start, end) = (seq.planned_end, seq.planned_end + len);
         let mut entry = Entry {
-            seq_index,
+            seq_idx,
             new_indices: 0,
             start,
             indices_written: seq.registered.end() as u32,
@@ -143,14 +138,14 @@ impl State {
 
     /// Reuses the current match. The plan pins the blocks that slide out of windows with it: a rollback restores
     /// them, and the step before may still read them.
-    fn reuse_match(&mut self, seq_index: u32, prefill: &mut PrefillWork, journal: &mut Journal) {
+    fn reuse_match(&mut self, seq_idx: u32, prefill: &mut PrefillWork, journal: &mut Journal) {
         let (indices, mut slid) = (self.matched.num_indices, Vec::new());
         if indices == 0 {
             return;
         }
         prefill.matched_indices = indices;
-        let before = self.seqs.at(seq_index).registered;
-        (prefill.matched_blocks, prefill.in_flight) = self.insert_match(seq_index, &mut slid);
+        let before = self.seqs.at(seq_idx).registered;
+        (prefill.matched_blocks, prefill.in_flight) = self.insert_match(seq_idx, &mut slid);
         prefill.matched_in_flight = prefill.in_flight;
         for &(_, block) in &slid {
             self.pin(block);
@@ -165,13 +160,13 @@ impl State {
     }
 
     /// Copy on write: replaces the blocks of the logical block of `position` that others hold by copies.
-    fn copy_on_write(&mut self, seq_index: u32, position: usize) -> Option<Change> {
+    fn copy_on_write(&mut self, seq_idx: u32, position: usize) -> Option<Change> {
         let index = self.groups.index_of(position);
-        let shared: Vec<usize> = self.must_copy(seq_index, position).collect();
+        let shared: Vec<usize> = self.must_copy(seq_idx, position).collect();
         let mut sources = Vec::new();
         for group in shared {
             let copy = self.allocate_one();
-            let source = self.replace_block(seq_index, group, index, copy);
+            let source = self.replace_block(seq_idx, group, index, copy);
             // Pinned until the plan is closed: it is still to be read.
             self.pin(source);
             self.pool.release(source);
@@ -183,7 +178,7 @@ impl State {
 
     /// Partial reuse: copies the beginning of the copy sources to the logical block after the match. Pins the sources
     /// before anything is allocated, which could evict them.
-    fn copy_partial(&mut self, seq_index: u32, prefill: &PrefillWork, journal: &mut Journal) {
+    fn copy_partial(&mut self, seq_idx: u32, prefill: &PrefillWork, journal: &mut Journal) {
         if prefill.copy_sources.is_empty() {
             return;
         }
@@ -191,9 +186,9 @@ impl State {
             self.pool.pin_source(source);
             self.steps.newest().pinned.push(source);
         }
-        let index = self.seqs.at(seq_index).registered.end();
-        self.allocate(seq_index, index + 1);
-        let copies = self.seqs.at(seq_index).table.blocks_at(index);
+        let index = self.seqs.at(seq_idx).registered.end();
+        self.allocate(seq_idx, index + 1);
+        let copies = self.seqs.at(seq_idx).table.blocks_at(index);
         let copies = prefill.copy_sources.iter().copied().zip(copies);
         self.steps.newest().add_copies(copies);
         journal.push(Change::CopiedPartly { index });
@@ -213,10 +208,10 @@ impl State {
     #[inline]
     pub(super) fn insert_match(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         slid: &mut Vec<(usize, BlockId)>,
     ) -> (usize, usize) {
-        let seq = self.seqs.at_mut(seq_index);
+        let seq = self.seqs.at_mut(seq_idx);
         let (last, from) = (self.matched.last, seq.registered.end());
         let indices = from + self.matched.num_indices;
         let new = BlockTable::of_match(&self.matched, from, &self.groups);
@@ -236,13 +231,13 @@ impl State {
     /// merge: one with a block of this sequence while another block is cached, or one that a transfer is to fill.
     fn preregister(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         positions: Range<usize>,
         prefill: &mut PrefillWork,
         step: u32,
     ) {
         let block_size = self.groups.block_size();
-        let from = self.seqs.at(seq_index).registered.end();
+        let from = self.seqs.at(seq_idx).registered.end();
         prefill.preregister_from = from;
         // Logical blocks that are full already are left to the commit of the step before.
         if !self.sharing || from < self.groups.index_of(positions.start) {
@@ -250,12 +245,12 @@ impl State {
         }
         let indices = self.groups.index_of(positions.end);
         for index in from..indices {
-            let seq = self.seqs.at(seq_index);
+            let seq = self.seqs.at(seq_idx);
             let has_index = index < seq.table.end();
             let tokens = &seq.tokens[index * block_size..][..block_size];
             let Some(cached) = self.pool.next(seq.registered.last, tokens) else {
-                self.allocate(seq_index, indices);
-                self.append_indices(seq_index, index..indices, step);
+                self.allocate(seq_idx, indices);
+                self.append_indices(seq_idx, index..indices, step);
                 prefill.preregistered += indices - index;
                 break;
             };
@@ -265,16 +260,16 @@ impl State {
             }
             self.pool.protect(cached);
             if !has_index {
-                self.take_already_cached(seq_index, index, cached, prefill);
+                self.take_already_cached(seq_idx, index, cached, prefill);
             }
             for group in 0..self.groups.len() {
                 if self.pool.tree().block(cached, group).is_none() {
-                    let block = self.seqs.at(seq_index).table.at(group, index);
+                    let block = self.seqs.at(seq_idx).table.at(group, index);
                     self.pool.store(cached, group, block, step);
                 }
             }
             self.pool.protect(NodePosition::NONE);
-            let seq = self.seqs.at_mut(seq_index);
+            let seq = self.seqs.at_mut(seq_idx);
             seq.register(Registered::new(cached, index + 1));
             prefill.preregistered += 1;
         }
@@ -283,7 +278,7 @@ impl State {
     /// Adds a logical block to the table: the blocks that are cached, and new ones for the other groups.
     fn take_already_cached(
         &mut self,
-        seq_index: u32,
+        seq_idx: u32,
         index: usize,
         cached: NodePosition,
         prefill: &mut PrefillWork,
@@ -300,13 +295,13 @@ impl State {
             prefill.already_cached.push(index * groups + group);
             blocks.push(block);
         }
-        self.seqs.at_mut(seq_index).push_indices(&blocks);
+        self.seqs.at_mut(seq_idx).push_indices(&blocks);
     }
 
     /// Registers logical blocks of a sequence's own blocks, the first of which is not in the tree.
-    pub(super) fn append_indices(&mut self, seq_index: u32, indices: Range<usize>, step: u32) {
+    pub(super) fn append_indices(&mut self, seq_idx: u32, indices: Range<usize>, step: u32) {
         let block_size = self.groups.block_size();
-        let seq = self.seqs.at_mut(seq_index);
+        let seq = self.seqs.at_mut(seq_idx);
         let tokens = &seq.tokens[indices.start * block_size..indices.end * block_size];
         let last = seq.registered.last;
         let last = if seq.table.groups() == 1 {

@@ -136,7 +136,7 @@ impl TableRows {
         self.changed.clear();
         let mut columns = 0;
         for ((row, entry), written) in (0..).zip(entries).zip(&self.rows) {
-            let now = Written::of(state.seqs.at(entry.seq_index));
+            let now = Written::of(state.seqs.at(entry.seq_idx));
             if now != *written {
                 self.changed.push(row);
                 columns = columns.max(now.num_indices);
@@ -184,9 +184,9 @@ impl State {
     /// A sequence's table as a plan has it, before the changes of the plan after it.
     #[inline]
     pub(super) fn table_of(&self, plan: &Plan, entry: &Entry) -> Cow<'_, BlockTable> {
-        let table = &self.seqs.at(entry.seq_index).table;
+        let table = &self.seqs.at(entry.seq_idx).table;
         match self.steps.displaces(plan) {
-            Some(newest) => newest.table_before(entry.seq_index, table),
+            Some(newest) => newest.table_before(entry.seq_idx, table),
             None => Cow::Borrowed(table),
         }
     }
@@ -241,7 +241,7 @@ impl State {
                 sample += 1;
             }
             let now = match &table {
-                Cow::Borrowed(_) => Written::of(self.seqs.at(entry.seq_index)),
+                Cow::Borrowed(_) => Written::of(self.seqs.at(entry.seq_idx)),
                 Cow::Owned(_) => Written::default(), // it is no version of its sequence's
             };
             fill_table(self, &table, now, row, arrays, written);
@@ -263,18 +263,18 @@ impl State {
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
         arrays.query_start_loc.write(1, 1..count + 1);
         arrays.logits_indices.write(0, 0..count);
-        let token = |entry: &Entry| decoded_token(self.seqs.at(entry.seq_index), entry);
+        let token = |entry: &Entry| decoded_token(self.seqs.at(entry.seq_idx), entry);
         arrays.input_ids.write(0, entries.iter().map(token));
         for group in 0..self.groups.len() {
             let slot =
-                |entry: &Entry| decoded_slot(self.seqs.at(entry.seq_index), entry, group, size);
+                |entry: &Entry| decoded_slot(self.seqs.at(entry.seq_idx), entry, group, size);
             let slots = entries.iter().map(slot);
             arrays.slot_mapping.write(group * arrays.slots_width, slots);
         }
         let changed = std::mem::take(&mut written.changed);
         for row in changed.iter().map(|&row| row as usize) {
             let Some(entry) = entries.get(row) else { break };
-            let seq = self.seqs.at(entry.seq_index);
+            let seq = self.seqs.at(entry.seq_idx);
             let now = Written::of(seq);
             fill_table(self, &seq.table, now, row, arrays, written);
         }
@@ -284,7 +284,7 @@ impl State {
 
 /// The tokens that an entry computes: known ones, then its drafts.
 fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = u32> + 'a {
-    let seq = state.seqs.at(entry.seq_index);
+    let seq = state.seqs.at(entry.seq_idx);
     let known = seq.tokens[entry.start..].iter().chain(entry.drafts());
     known.take(entry.len()).copied()
 }
@@ -312,7 +312,7 @@ fn decoded_slot(seq: &Sequence, entry: &Entry, group: usize, size: BlockSize) ->
 /// Writes tokens and positions of an entry.
 #[inline]
 fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
-    let seq = state.seqs.at(entry.seq_index);
+    let seq = state.seqs.at(entry.seq_idx);
     let (start, end) = (entry.start, entry.end());
     let tokens = entry_tokens(state, entry).map(i64::from);
     let is_pending = end > seq.tokens.len() + entry.drafts().len();

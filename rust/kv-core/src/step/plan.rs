@@ -10,7 +10,7 @@ use crate::table::BlockTable;
 
 /// A sequence's part of a step. Most decode one token, so entries are small.
 pub(super) struct Entry {
-    pub(super) seq_index: u32,
+    pub(super) seq_idx: u32,
     /// Logical blocks that were allocated for it.
     pub(super) new_indices: u32,
     /// First position to compute.
@@ -281,14 +281,10 @@ impl Plan {
     #[cold]
     pub(super) fn table_before<'a>(
         &self,
-        seq_index: u32,
+        seq_idx: u32,
         table: &'a BlockTable,
     ) -> Cow<'a, BlockTable> {
-        let Some(entry) = self
-            .entries
-            .iter()
-            .find(|entry| entry.seq_index == seq_index)
-        else {
+        let Some(entry) = self.entries.iter().find(|entry| entry.seq_idx == seq_idx) else {
             return Cow::Borrowed(table);
         };
         if !entry.changes().any(Change::displaces) {

@@ -283,7 +283,7 @@ impl State {
         paths.clear();
         let (mut is_final, mut registered) = (true, true);
         for entry in &plan.entries {
-            let seq = self.seqs.at(entry.seq_index);
+            let seq = self.seqs.at(entry.seq_idx);
             let (depth, max_depth) = (seq.registered.end(), full_indices_seen(self, entry));
             is_final &= depth <= max_depth;
             let last = tree.ancestor(seq.registered.last, depth.saturating_sub(max_depth));

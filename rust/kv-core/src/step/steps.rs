@@ -145,7 +145,7 @@ impl Steps {
                 break;
             }
             entries.push(Entry {
-                seq_index: key.seq_index,
+                seq_idx: key.seq_idx,
                 new_indices: 0,
                 start,
                 indices_written: seq.registered.end() as u32,

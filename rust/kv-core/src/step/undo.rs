@@ -17,12 +17,12 @@ impl State {
         let at = plan
             .entries
             .iter()
-            .position(|entry| entry.seq_index == key.seq_index);
+            .position(|entry| entry.seq_idx == key.seq_idx);
         let at = at.ok_or(Error::NotPlanned { sequence })?;
         let cancelled = dependents(self, &plan.entries, at);
         let mut ids = Vec::new();
         for &at in cancelled.iter().rev() {
-            ids.push(self.seqs.at(self.steps.newest().entries[at].seq_index).id);
+            ids.push(self.seqs.at(self.steps.newest().entries[at].seq_idx).id);
             self.undo(at);
         }
         ids.pop();
@@ -36,7 +36,7 @@ impl State {
         let mut row = 0;
         for entry in &self.steps.newest().entries {
             if entry.samples() {
-                let seq = self.seqs.at_mut(entry.seq_index);
+                let seq = self.seqs.at_mut(entry.seq_idx);
                 seq.set_sample_row(SampleRow::new(row));
             }
             row += entry.num_samples();
@@ -56,42 +56,42 @@ impl State {
         plan.budget_left += entry.len();
         plan.num_tokens -= entry.len();
         plan.num_samples -= entry.num_samples();
-        let seq_index = entry.seq_index;
+        let seq_idx = entry.seq_idx;
         if entry.details.is_none() {
-            let end = self.seqs.at(seq_index).table.end() - entry.new_indices as usize;
-            self.shorten(seq_index, end);
+            let end = self.seqs.at(seq_idx).table.end() - entry.new_indices as usize;
+            self.shorten(seq_idx, end);
         }
         for change in entry.changes().rev() {
             self.revert(entry, change);
         }
         let end = entry.start - entry.reused_tokens();
-        let seq = self.seqs.at_mut(seq_index);
+        let seq = self.seqs.at_mut(seq_idx);
         seq.unplan(bit, end, entry.samples(), entry.pending_row);
         // A commit of the plan before may have computed more blocks meanwhile.
-        self.slide(seq_index);
-        if self.seqs.at(seq_index).dropped {
-            self.end_sequence(seq_index);
+        self.slide(seq_idx);
+        if self.seqs.at(seq_idx).dropped {
+            self.end_sequence(seq_idx);
         }
     }
 
     /// Reverts a change of an entry.
     fn revert(&mut self, entry: &Entry, change: &Change) {
-        let seq_index = entry.seq_index;
+        let seq_idx = entry.seq_idx;
         match change {
             Change::Matched { before, slid, .. } => {
-                let (seq, pool) = (self.seqs.at_mut(seq_index), &mut self.pool);
+                let (seq, pool) = (self.seqs.at_mut(seq_idx), &mut self.pool);
                 seq.change_table(|table| change.revert(table, |block| pool.release(block)));
                 slid.iter().for_each(|&(_, block)| pool.hold(block));
                 seq.register(*before);
             }
-            Change::Grown { from } => self.shorten(seq_index, *from),
+            Change::Grown { from } => self.shorten(seq_idx, *from),
             Change::CopiedPartly { index } => {
-                let table = &self.seqs.at(seq_index).table;
+                let table = &self.seqs.at(seq_idx).table;
                 let is_copy = |copy: BlockId| table.blocks_at(*index).any(|block| block == copy);
                 self.steps.newest().remove_copies(is_copy);
             }
             Change::Copied { sources, .. } => {
-                let (seq, pool) = (self.seqs.at_mut(seq_index), &mut self.pool);
+                let (seq, pool) = (self.seqs.at_mut(seq_idx), &mut self.pool);
                 sources.iter().for_each(|&(_, source)| pool.hold(source));
                 let plan = self.steps.newest();
                 let mut released = |copy| {
@@ -104,10 +104,10 @@ impl State {
                 let groups = self.groups.len();
                 let prefill = entry.prefill().into_iter();
                 for place in prefill.flat_map(|prefill| prefill.preregistered(groups).rev()) {
-                    let block = self.block_at(seq_index, place);
+                    let block = self.block_at(seq_idx, place);
                     self.pool.forget(block);
                 }
-                self.seqs.at_mut(seq_index).register(*before);
+                self.seqs.at_mut(seq_idx).register(*before);
             }
         }
     }
@@ -158,7 +158,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
         if depends || at == first {
             let prefill = entry.prefill().into_iter();
             let places = prefill.flat_map(|prefill| prefill.preregistered(groups));
-            computed.extend(places.map(|place| state.block_at(entry.seq_index, place)));
+            computed.extend(places.map(|place| state.block_at(entry.seq_idx, place)));
             left.extend(entry.copied().map(|(_, _, source)| source));
         }
     }
@@ -167,7 +167,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
 
 /// Whether an entry shares one of these blocks, which an open step computes.
 fn shares_any(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
-    let (table, groups) = (&state.seqs.at(entry.seq_index).table, state.groups.len());
+    let (table, groups) = (&state.seqs.at(entry.seq_idx).table, state.groups.len());
     let prefill = entry.prefill().into_iter();
     let shared = prefill.flat_map(|prefill| prefill.shared(groups));
     let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
@@ -182,10 +182,10 @@ fn writes_in_place(state: &State, entry: &Entry, blocks: &HashSet<BlockId>) -> b
 
 impl State {
     /// The block of a place of a sequence's table.
-    fn block_at(&self, seq_index: u32, place: usize) -> BlockId {
+    fn block_at(&self, seq_idx: u32, place: usize) -> BlockId {
         let groups = self.groups.len();
         self.seqs
-            .at(seq_index)
+            .at(seq_idx)
             .table
             .at(place % groups, place / groups)
     }
@@ -194,7 +194,7 @@ impl State {
     pub(super) fn first_written(&self, entry: &Entry) -> impl Iterator<Item = BlockId> + '_ {
         let index = self.groups.index_of(entry.start);
         let written = index >= entry.indices_written as usize;
-        let table = &self.seqs.at(entry.seq_index).table;
+        let table = &self.seqs.at(entry.seq_idx).table;
         let groups = 0..table.groups() * usize::from(written);
         groups.filter_map(move |group| table.get(group, index))
     }

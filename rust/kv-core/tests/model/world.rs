@@ -38,18 +38,8 @@ pub(crate) struct World {
     next_pin: usize,
     /// The tokens that the last committed step sampled, by row.
     sampled: Vec<u32>,
-    /// Tokens that were handed to the device before they were known.
-    num_pending: u64,
-    /// Tokens reused and published without a plan.
-    num_reused: u64,
-    num_published: u64,
-    /// Transfers begun, those that others were refused for, prefills that waited, and blocks evicted by allocations.
-    num_reserved: u64,
-    num_awaited: u64,
-    num_waiting: u64,
-    num_evicted: u64,
-    /// Explanations that were compared, by reason.
-    explained: BTreeMap<&'static str, u64>,
+    /// How often what every long run comes to has happened.
+    counts: BTreeMap<&'static str, u64>,
     num_explained: usize,
     /// The set of contents as the events tell it.
     emitted: HashSet<u128>,
@@ -119,8 +109,16 @@ struct Arrays {
     logits: Vec<SharedI64>,
 }
 
-/// Explanations that every long run comes to.
-const EXPLAINED: [&str; 8] = [
+/// Cases that every long run comes to: tokens that the device gets before they are known, those reused and published
+/// without a plan, transfers, those that others were refused for, prefills that waited, evictions, and explanations.
+const COUNTED: [&str; 15] = [
+    "pending_tokens",
+    "reused_tokens",
+    "published_tokens",
+    "transfers",
+    "awaited_transfers",
+    "waiting_prefills",
+    "kept_blocks",
     "explained_hits",
     "explained_new",
     "explained_diverged",
@@ -161,14 +159,7 @@ impl World {
             steps: VecDeque::new(),
             next_pin: 0,
             sampled: Vec::new(),
-            num_pending: 0,
-            num_reused: 0,
-            num_published: 0,
-            num_reserved: 0,
-            num_awaited: 0,
-            num_waiting: 0,
-            num_evicted: 0,
-            explained: EXPLAINED.map(|name| (name, 0)).into(),
+            counts: COUNTED.map(|name| (name, 0)).into(),
             num_explained: 0,
             emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
@@ -523,7 +514,7 @@ impl World {
             Some(MissReason::ReadsDisabled) => "explained_reads_disabled",
             Some(MissReason::BelowOneBlock) => "explained_below_one_block",
         };
-        *self.explained.entry(name).or_default() += 1;
+        *self.counts.entry(name).or_default() += 1;
         Ok(explanation.miss)
     }
 
@@ -626,17 +617,10 @@ impl World {
             "contents outlive their blocks"
         );
         let more = [
-            ("pending_tokens", self.num_pending),
-            ("reused_tokens", self.num_reused),
-            ("published_tokens", self.num_published),
-            ("transfers", self.num_reserved),
-            ("awaited_transfers", self.num_awaited),
-            ("waiting_prefills", self.num_waiting),
-            ("kept_blocks", self.num_evicted),
             ("shared_prefixes", self.sharing.num_prefixes),
             ("unchanged_prefixes", self.sharing.num_unchanged),
         ];
         let stats = self.manager.stats();
-        Ok(stats.each().chain(more).chain(self.explained).collect())
+        Ok(stats.each().chain(more).chain(self.counts).collect())
     }
 }

@@ -27,7 +27,7 @@ impl World {
             return Ok(());
         }
         let reused = answer.expect("at rest");
-        self.num_reused += reused as u64;
+        *self.counts.entry("reused_tokens").or_default() += reused as u64;
         if self.exact {
             prop_assert_eq!(reused, self.model.reuse_cached(id));
         }
@@ -148,7 +148,7 @@ impl World {
             prop_assert_eq!(self.table(key), table);
             return Ok(());
         }
-        self.num_published += num_tokens as u64;
+        *self.counts.entry("published_tokens").or_default() += num_tokens as u64;
         let remappings = answer.expect("slots and tokens are there");
         if self.exact {
             prop_assert_eq!(remappings, self.model.publish(id, num_tokens, &tokens));

@@ -164,7 +164,7 @@ impl World {
         if let Ok(Prefill::Loading { transfer }) = answer {
             let mut loads = self.loads.iter();
             prop_assert!(loads.any(|load| load.transfer.key().serial() == transfer));
-            self.num_waiting += 1;
+            *self.counts.entry("waiting_prefills").or_default() += 1;
         }
         Ok(())
     }
@@ -541,7 +541,7 @@ impl World {
             for (at, position) in (row.first..row.first + row.ids.len()).enumerate() {
                 let token = match row.ids[at] {
                     pending @ ..0 => {
-                        self.num_pending += 1;
+                        *self.counts.entry("pending_tokens").or_default() += 1;
                         self.sampled[(-1 - pending) as usize]
                     }
                     token => token as u32,

@@ -54,7 +54,7 @@ impl World {
             prop_assert_eq!(said, self.model.reserve(id, num_tokens));
         }
         if let Reserve::Reserved(transfer) = answer {
-            self.num_reserved += 1;
+            *self.counts.entry("transfers").or_default() += 1;
             if self.exact {
                 let indices = self.model.rows_of(transfer.key().serial());
                 prop_assert_eq!(transfer.indices(), indices);
@@ -66,7 +66,8 @@ impl World {
                 tokens,
             });
         } else {
-            self.num_awaited += u64::from(matches!(answer, Reserve::Loading { .. }));
+            *self.counts.entry("awaited_transfers").or_default() +=
+                u64::from(matches!(answer, Reserve::Loading { .. }));
         }
         Ok(())
     }
@@ -176,7 +177,7 @@ impl World {
     /// What allocations have evicted is whole until it is written over.
     pub(super) fn check_all_evicted(&mut self) -> Result<(), TestCaseError> {
         let evicted = self.manager.take_evicted();
-        self.num_evicted += evicted.len() as u64;
+        *self.counts.entry("kept_blocks").or_default() += evicted.len() as u64;
         self.check_evicted(&evicted)
     }
 
