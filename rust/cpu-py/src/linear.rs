@@ -8,7 +8,7 @@ use crate::attention::CpuAttention;
 use crate::errors::{no_weight, raise_attention};
 use crate::float_arrays::{array, is_of};
 use crate::memory::shared_slice;
-use crate::weights::{Arrays, gather, multiply, multiply_gated};
+use crate::weights::{gather, multiply, multiply_gated};
 
 /// A copy of a linear layer's weight, `[out_features, in_features]` and C-contiguous, in the layout that its
 /// products read: float32, or bfloat16 passed as uint16. A float32 weight whose values are all bfloat16 is kept in
@@ -103,7 +103,7 @@ impl PackedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        multiply(py, threads, &self.weight, Arrays { rows, out }, bias)
+        multiply(py, threads, &self.weight, rows, out, bias)
     }
 
     /// Writes `activation(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape.
@@ -120,9 +120,8 @@ impl PackedWeight {
         out: &Bound<'_, PyAny>,
         activation: &str,
     ) -> PyResult<()> {
-        let arrays = Arrays { rows, out };
         let (gate, up) = (&gate.weight, &self.weight);
-        multiply_gated(py, threads, gate, activation, up, arrays)
+        multiply_gated(py, threads, gate, activation, up, rows, out)
     }
 }
 

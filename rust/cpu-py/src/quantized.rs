@@ -8,7 +8,7 @@ use crate::attention::CpuAttention;
 use crate::errors::no_weight;
 use crate::float_arrays::array;
 use crate::memory::shared_slice;
-use crate::weights::{Arrays, gather, multiply, multiply_gated};
+use crate::weights::{gather, multiply, multiply_gated};
 
 /// A linear layer's weight of few bits, copied once into the layout that its products read; it is never expanded.
 ///
@@ -154,7 +154,7 @@ impl QuantizedWeight {
         out: &Bound<'_, PyAny>,
         bias: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        multiply(py, threads, &self.weight, Arrays { rows, out }, bias)
+        multiply(py, threads, &self.weight, rows, out, bias)
     }
 
     /// Writes `activation(rows * gate) * (rows * weight)` to `out`, for a gate of the same shape. Both products are float32.
@@ -171,8 +171,7 @@ impl QuantizedWeight {
         out: &Bound<'_, PyAny>,
         activation: &str,
     ) -> PyResult<()> {
-        let arrays = Arrays { rows, out };
         let (gate, up) = (&gate.weight, &self.weight);
-        multiply_gated(py, threads, gate, activation, up, arrays)
+        multiply_gated(py, threads, gate, activation, up, rows, out)
     }
 }

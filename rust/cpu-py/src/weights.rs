@@ -107,13 +107,6 @@ impl Weight for QuantizedWeight {
     }
 }
 
-/// The rows of the input, and the array for the products.
-#[derive(Clone, Copy)]
-pub(crate) struct Arrays<'a, 'py> {
-    pub(crate) rows: &'a Bound<'py, PyAny>,
-    pub(crate) out: &'a Bound<'py, PyAny>,
-}
-
 /// [`Weight::gather`] with arrays of float32, or of bfloat16 as uint16.
 pub(crate) fn gather(
     py: Python<'_>,
@@ -129,12 +122,13 @@ pub(crate) fn multiply(
     py: Python<'_>,
     threads: &CpuAttention,
     weight: &impl Weight,
-    arrays: Arrays<'_, '_>,
+    rows: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
     bias: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
-    match is_of::<u16>(arrays.rows) {
-        true => multiply_as::<u16, _>(py, threads, weight, arrays, bias),
-        false => multiply_as::<f32, _>(py, threads, weight, arrays, bias),
+    match is_of::<u16>(rows) {
+        true => multiply_as::<u16, _>(py, threads, weight, rows, out, bias),
+        false => multiply_as::<f32, _>(py, threads, weight, rows, out, bias),
     }
 }
 
@@ -145,12 +139,13 @@ pub(crate) fn multiply_gated<W: Weight>(
     gate: &W,
     activation: &str,
     up: &W,
-    arrays: Arrays<'_, '_>,
+    rows: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let activation = activation_of(activation)?;
-    match is_of::<u16>(arrays.rows) {
-        true => multiply_gated_as::<u16, _>(py, threads, gate, activation, up, arrays),
-        false => multiply_gated_as::<f32, _>(py, threads, gate, activation, up, arrays),
+    match is_of::<u16>(rows) {
+        true => multiply_gated_as::<u16, _>(py, threads, gate, activation, up, rows, out),
+        false => multiply_gated_as::<f32, _>(py, threads, gate, activation, up, rows, out),
     }
 }
 
@@ -189,7 +184,8 @@ fn multiply_as<T: Element + Attend, W: Weight>(
     py: Python<'_>,
     threads: &CpuAttention,
     weight: &W,
-    Arrays { rows, out }: Arrays<'_, '_>,
+    rows: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
     bias: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
@@ -213,7 +209,8 @@ fn multiply_gated_as<T: Element + Attend, W: Weight>(
     gate: &W,
     activation: Activation,
     up: &W,
-    Arrays { rows, out }: Arrays<'_, '_>,
+    rows: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let (rows, mut out) = (array::<T>("rows", rows, 2)?, writable::<T>("out", out, 2)?);
     check_shapes(up, rows.shape(), out.shape())?;

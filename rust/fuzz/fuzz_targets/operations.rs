@@ -35,7 +35,7 @@ fn play(u: &mut Unstructured) -> Result<()> {
         if u.is_empty() {
             break;
         }
-        let op = Op::choose(|bound| u.int_in_range(0..=bound - 1).unwrap_or(0));
+        let op = Op::choose(&mut |bound| u.int_in_range(0..=bound - 1).unwrap_or(0));
         ops.push(op.clone());
         let done = world.apply(&op).and_then(|()| world.compare());
         done.unwrap_or_else(|difference| panic!("{difference}\nafter {ops:?}"));

@@ -45,19 +45,17 @@ impl World {
 
     /// The same, of a manager that keeps events.
     fn keep_events(&mut self) -> Outcome {
-        let mut config = self.manager.config().clone();
-        if !config.events {
-            config.events = true;
-            *self = Self::full_of(self.known.len(), config)?;
-        }
-        Ok(())
+        self.switch_on(|config| &mut config.events)
     }
 
     /// The same, of a manager that explains misses.
     pub(crate) fn explain(&mut self) -> Outcome {
+        self.switch_on(|config| &mut config.explain)
+    }
+
+    fn switch_on(&mut self, switch: fn(&mut Config) -> &mut bool) -> Outcome {
         let mut config = self.manager.config().clone();
-        if !config.explain {
-            config.explain = true;
+        if !std::mem::replace(switch(&mut config), true) {
             *self = Self::full_of(self.known.len(), config)?;
         }
         Ok(())

@@ -321,7 +321,7 @@ impl PrefixBlocks {
 }
 
 impl Pin {
-    /// Adds a reference to each of these blocks. Called by the manager, under its lock.
+    /// Adds a reference to each block. Called by the manager, under its lock.
     pub(crate) fn new(
         shared: &Arc<Shared>,
         serial: Option<u64>,

@@ -27,7 +27,7 @@ const MOST_RUNS: usize = 20;
 fn op() -> impl Strategy<Value = Op> {
     any::<[u16; 8]>().prop_map(|numbers| {
         let mut numbers = numbers.into_iter().map(usize::from);
-        Op::choose(|bound| numbers.next().expect("eight are enough") % bound)
+        Op::choose(&mut |bound| numbers.next().expect("eight are enough") % bound)
     })
 }
 

@@ -46,13 +46,9 @@ fn walk(life: &BlockLife, len: usize, seed: &mut u64) -> Vec<Action> {
         life.enabled(&state, &mut enabled);
         // Of each kind alike: there are more prompts than anything else.
         let kind = |action: &Action| std::mem::discriminant(action);
-        let chosen = kind(&enabled[random(seed) % enabled.len()]);
         let mut kinds: Vec<_> = enabled.iter().map(kind).collect();
         kinds.dedup();
-        let chosen = kinds
-            .get(random(seed) % kinds.len())
-            .copied()
-            .unwrap_or(chosen);
+        let chosen = kinds[random(seed) % kinds.len()];
         let alike: Vec<_> = enabled.iter().filter(|of| kind(of) == chosen).collect();
         let action = *alike[random(seed) % alike.len()];
         path.push(action);

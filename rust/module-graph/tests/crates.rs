@@ -7,20 +7,18 @@ use module_graph::Graph;
 
 #[test]
 fn imports_have_no_circles() {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
-    let crates = crates.expect("the folder of all crates");
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let (mut modules, mut imports) = (0, 0);
     for entry in fs::read_dir(crates).expect("a folder") {
         let folder = entry.expect("an entry").path();
         if folder.join("src/lib.rs").is_file() {
             let graph = Graph::of_crate(&folder);
             assert_eq!(graph.circle(), None, "{}", folder.display());
-            let size = graph.size();
-            (modules, imports) = (modules + size.0, imports + size.1);
+            modules += graph.size().0;
+            imports += graph.size().1;
         }
     }
-    println!("{modules} modules, {imports} imports");
-    assert!(modules > 180 && imports > 500);
+    assert!(modules > 180 && imports > 500, "{modules}, {imports}");
 }
 
 /// Imports that are there are seen, and close a circle with one in the other direction.
@@ -31,11 +29,9 @@ fn a_circle_would_be_found() {
         ("cpu-kernels", "attention", "dispatch"),
         ("cpu-py", "attention", "rotation"),
         ("kv-core", "manager", "ids"),
-        ("kv-core", "pool::check", "pool"),
         ("kv-core", "state", "step::steps"),
         ("kv-core", "step::commit", "step::plan"),
         ("kv-py", "sequence", "tokens"),
-        ("kv-router", "replica_index", "hash_table"),
         ("kv-store", "store", "state"),
         ("suffix-index", "suffix_index", "token_log"),
     ] {

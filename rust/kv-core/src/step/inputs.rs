@@ -91,15 +91,14 @@ pub struct TableRows {
     changed: Vec<u32>,
     /// Rows of the last batch.
     batch: usize,
-    /// Set once shared prefixes are asked for. It changes whenever rows
-    /// may share other blocks than before; a row that grows by unshared blocks does not change it.
+    /// Set once shared prefixes are computed. It changes whenever rows may share other blocks than before, not when a row
+    /// grows by unshared blocks.
     pub(super) version: Option<ArraysVersion>,
 }
 
-/// A version of the block tables in a caller's arrays.
+/// A version of the block tables in the arrays of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ArraysVersion {
-    /// The number of the arrays.
     pub(super) arrays: u64,
     pub(super) changes: u64,
 }

@@ -23,6 +23,7 @@ mod sharing;
 mod snapshot;
 mod statistics;
 mod tables;
+mod threads;
 mod tools;
 mod transfers;
 mod windows;

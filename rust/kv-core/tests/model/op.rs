@@ -50,18 +50,13 @@ pub(crate) enum Op {
     Evict(usize),
 }
 
-/// Bounds that mean "any": of an index of a list that is short, and of a number of tokens.
+/// A bound that means any index of a list that is short.
 const ANY: usize = 256;
-const ANY_LEN: usize = 1_024;
 
 impl Op {
-    /// The sum of the weights of all kinds.
-    const WEIGHTS: usize = 230;
-
     /// An operation made of at most eight numbers; `below` gives one below its argument.
-    pub(crate) fn choose(mut below: impl FnMut(usize) -> usize) -> Self {
-        let below = &mut below;
-        match below(Self::WEIGHTS) {
+    pub(crate) fn choose(below: &mut impl FnMut(usize) -> usize) -> Self {
+        match below(230) {
             0..8 => Self::New {
                 namespace: below(2) as u8,
                 pattern: below(4) as u8,
@@ -78,7 +73,7 @@ impl Op {
             },
             15..18 => Self::Pin(below(ANY)),
             18..21 => Self::Attach(below(ANY), below(ANY)),
-            21..30 => Self::Fork(below(ANY), below(ANY_LEN)),
+            21..30 => Self::Fork(below(ANY), below(4 * ANY)),
             30..33 => Self::Append(below(ANY), below(256) as u8),
             33..36 => Self::DropPin(below(ANY)),
             36..46 => Self::Begin(often(64, 6, 9, below)),
@@ -105,7 +100,7 @@ impl Op {
             163..169 => Self::Reuse(below(ANY)),
             169..183 => Self::Extend(below(ANY), below(12)),
             183..203 => Self::Publish(below(ANY), below(256) as u8),
-            203..217 => Self::Reserve(below(ANY), below(ANY_LEN)),
+            203..217 => Self::Reserve(below(ANY), below(4 * ANY)),
             217..226 => Self::Complete(below(ANY), below(256) as u8),
             226 => Self::DropTransfer(below(ANY)),
             227 => Self::Abandon(below(ANY)),

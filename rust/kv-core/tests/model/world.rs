@@ -38,7 +38,7 @@ pub(crate) struct World {
     next_pin: usize,
     /// The tokens that the last committed step sampled, by row.
     sampled: Vec<u32>,
-    /// How often what every long run comes to has happened.
+    /// How often each of `COUNTED` has happened.
     counts: BTreeMap<&'static str, u64>,
     num_explained: usize,
     /// The set of contents as the events tell it.
@@ -109,25 +109,10 @@ struct Arrays {
     logits: Vec<SharedI64>,
 }
 
-/// Cases that every long run comes to: tokens that the device gets before they are known, those reused and published
-/// without a plan, transfers, those that others were refused for, prefills that waited, evictions, and explanations.
-const COUNTED: [&str; 15] = [
-    "pending_tokens",
-    "reused_tokens",
-    "published_tokens",
-    "transfers",
-    "awaited_transfers",
-    "waiting_prefills",
-    "kept_blocks",
-    "explained_hits",
-    "explained_new",
-    "explained_diverged",
-    "explained_evicted",
-    "explained_not_yet_computed",
-    "explained_loading",
-    "explained_reads_disabled",
-    "explained_below_one_block",
-];
+/// What every long run comes to.
+const COUNTED: &str = "pending_tokens reused_tokens published_tokens transfers awaited_transfers waiting_prefills \
+    kept_blocks explained_hits explained_new explained_diverged explained_evicted \
+    explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block";
 
 /// So few that an operation soon comes back to one; the oldest goes.
 const MOST_SEQUENCES: usize = 6;
@@ -159,7 +144,7 @@ impl World {
             steps: VecDeque::new(),
             next_pin: 0,
             sampled: Vec::new(),
-            counts: COUNTED.map(|name| (name, 0)).into(),
+            counts: COUNTED.split(' ').map(|name| (name, 0)).collect(),
             num_explained: 0,
             emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
