@@ -78,12 +78,12 @@ impl BlockMeta {
 
     #[inline]
     pub(crate) fn counts(&self) -> Counts {
-        if self.queued {
-            return Counts::default();
-        }
-        Counts {
-            seq_refs: self.numbers.prev_or_seq_refs,
-            plan_pins: self.numbers.next_or_plan_pins,
+        match self.queued {
+            true => Counts::default(),
+            false => Counts {
+                seq_refs: self.numbers.prev_or_seq_refs,
+                plan_pins: self.numbers.next_or_plan_pins,
+            },
         }
     }
 
@@ -113,7 +113,6 @@ impl BlockMeta {
         }
     }
 
-    /// The block leaves the queue, with this many table entries.
     #[inline]
     fn leave(&mut self, seq_refs: u32) {
         self.numbers = LinkOrCounts {

@@ -18,7 +18,6 @@ pub(super) struct NewTokens {
 }
 
 impl NewTokens {
-    /// New tokens without lookahead.
     pub(super) fn computed(computed: usize) -> Self {
         Self {
             computed,
