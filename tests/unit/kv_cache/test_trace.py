@@ -146,7 +146,7 @@ def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"damaged at byte \d+, in operation \d+"):
         replay(file)
     file.write_bytes(b"PK\x03\x04 and so on")
-    with pytest.raises(KvError, match="no recording"):
+    with pytest.raises(KvError, match="not a recording"):
         replay(file)
     with pytest.raises(FileNotFoundError):
         replay(tmp_path / "missing")
