@@ -363,10 +363,8 @@ class KVOffloader(EnginePart):
             first = pin.num_tokens // size
         free = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
         end = first + prefix.stored_blocks(first, most=free)
-        num_bytes = sum(
-            own * (end - max(first, self._first_row(window, end)))
-            for own, window in zip(self._bytes, self._windows, strict=True)
-        )
+        counts = prefix.needed_blocks(first, end)
+        num_bytes = sum([own * count for own, count in zip(self._bytes, counts, strict=True)])
         if end <= first or not self._pays((end - first) * size, num_bytes):
             lookup.is_done = True
             return False
@@ -413,11 +411,6 @@ class KVOffloader(EnginePart):
                 if prefix.contains(0):
                     return True
         return False
-
-    def _first_row(self, window: int | None, end: int) -> int:
-        """The first block that tokens after the first `end` blocks see."""
-        size = self._manager.block_size
-        return 0 if window is None else max(0, end * size - window + 1) // size
 
     def _pays(self, num_tokens: int, num_bytes: int) -> bool:
         """True if loading takes clearly less time than computing, or if either is unknown."""

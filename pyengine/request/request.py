@@ -224,6 +224,26 @@ class Request:
         self.sink, self.index = sink, index
 
     @property
+    def scheduled_time(self) -> float | None:
+        """See `RequestMetrics`, as for the next three."""
+        return self.progress.scheduled_time
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions so far."""
+        return self.progress.num_preemptions
+
+    @property
+    def first_token_time(self) -> float | None:
+        """None before it."""
+        return self.result.first_token_time
+
+    @property
+    def finished_time(self) -> float | None:
+        """None before it."""
+        return self.result.finished_time
+
+    @property
     def is_finished(self) -> bool:
         """True if every sequence has ended."""
         return all([sequence.output.finish_reason is not None for sequence in self.sequences])

@@ -120,7 +120,6 @@ class Scheduler:
         self._order = PrefixOrder(manager, limits.max_overtakes) if reorders else None
         self.pins = PinTable(manager, limits.max_pinned_blocks)
         """Prefixes that callers asked to keep."""
-        self._groups = manager.groups
         self.limits = limits
         """The largest step. Sequences that do not fit into a smaller one are preempted."""
         self._waiting = WaitingQueue()
@@ -693,18 +692,10 @@ class Scheduler:
                 order.count(sequence, ready)
 
     def _blocks_to_come(self, sequence: SequenceState) -> int:
-        """The most blocks that the sequence needs for known tokens that no step computes yet.
-
-        Each layer group takes a block for every `block_size` tokens. A sliding one frees blocks
-        that its window has passed, so it never needs more than it holds at once.
-        """
-        size, end = self._manager.block_size, sequence.num_computed
-        begun = -(-end // size)
-        new = -(-sequence.num_tokens // size) - begun
-        passed = sum(max(0, end - window + 1) // size for window in self._groups if window)
-        held = begun * len(self._groups) - passed
-        most = self._manager.blocks_for(sequence.num_tokens, self.limits.max_num_batched_tokens)
-        return min(new * len(self._groups), most - held)
+        """The most blocks that the sequence needs for known tokens that no step computes yet."""
+        largest = self.limits.max_num_batched_tokens
+        computed = sequence.num_computed
+        return self._manager.blocks_for(sequence.num_tokens, largest, computed=computed)
 
     def _preempt_for(self, step: ScheduledStep, sequence: SequenceState) -> SequenceState:
         """Preempt for `sequence`: the newest one after it that frees blocks, else itself."""

@@ -7,7 +7,7 @@ import pytest
 
 from pyengine.config import EngineSettings
 from pyengine.cpu import threads
-from pyengine.engine import builder
+from pyengine.engine import description
 from pyengine.models.decoder import product_choice
 from tests.support.docs import ROOT, blocks, commands, table
 
@@ -18,7 +18,7 @@ TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
 def test_the_lines_are_those_of_describe() -> None:
     lines = {name for row in table(DOCUMENT, "line") for name in re.findall(r"\w+", row[0])}
     assert len(lines) >= 9
-    source = "".join(map(inspect.getsource, (builder, threads, product_choice)))
+    source = "".join(map(inspect.getsource, (description, threads, product_choice)))
     assert not [name for name in lines if f'"{name}"' not in source]
 
 

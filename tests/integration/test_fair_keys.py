@@ -250,7 +250,7 @@ def test_the_seeds_of_a_key_do_not_count_the_requests_of_another(folder: Path) -
                 for _ in range(others):
                     engine.request([1], tenant=b"b")
                 request = engine.request([1], tenant=b"a")
-                found.append(request.sequences[0].sampling.seed)
+                found.append(request.sequences[0].output.sampling.seed)
             return found
 
     assert seeds(0) == seeds(5)

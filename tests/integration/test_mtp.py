@@ -64,7 +64,7 @@ def keen(llm: LLM, drafts: int) -> MTPDrafter:
     """Let an engine compute every draft of its MTP layers; returns the drafter."""
     engine = llm._engine
     drafter = MTPDrafter(engine._executor, engine._manager.block_size)
-    speculate(engine, drafter, drafts)
+    speculate(engine, drafter, drafts, llm._input_processor.limits.vocab_size)
     return drafter
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
+from pyengine.engine.drafting import Drafting
 from pyengine.errors import ConfigurationError
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import StructuredOutputs
@@ -110,7 +111,7 @@ def test_the_tokens_are_those_without(folder: Path) -> None:
         drafters += [SuffixDrafter()] if setup is tight else [NgramDrafter(shortest=1)]
         for drafter in drafters:
             llm = served(folder, **setup, speculation="ngram", num_speculative_tokens=5)
-            speculate(llm._engine, drafter)
+            speculate(llm._engine, drafter, vocab_size=llm._input_processor.limits.vocab_size)
             same(plain, answers(llm))
             stats = llm.stats()
             assert stats.num_drafts >= (0 if isinstance(drafter, SuffixDrafter) else 10)
@@ -152,11 +153,8 @@ def test_a_second_model_can_draft(pair: tuple[Path, Path], is_ahead: bool) -> No
                 async_scheduling=is_ahead,
             )
             assert llm.describe()["draft_model"] == str(drafts_by)
-            drafting = llm._engine._drafting
-            assert drafting is not None
-            drafter = drafting._drafter
-            assert isinstance(drafter, DraftModel)
-            speculate(llm._engine, drafter)
+            drafter = drafter_of(llm)
+            speculate(llm._engine, drafter, vocab_size=llm._input_processor.limits.vocab_size)
             same(plain, answers(llm))
             stats = llm.stats()
             drafted = stats.counters["draft_tokens"]
@@ -177,9 +175,13 @@ def drafting(pair: tuple[Path, Path], **settings: Any) -> tuple[LLM, DraftModel]
     """An engine whose model drafts by its first layer, and the drafter."""
     whole, first = pair
     llm = served(whole, speculation="draft", draft_model=first, **settings)
-    found = llm._engine._drafting
-    assert found is not None and isinstance(found._drafter, DraftModel)
-    return llm, found._drafter
+    return llm, drafter_of(llm)
+
+
+def drafter_of(llm: LLM) -> DraftModel:
+    (drafting,) = [part for part in llm._engine._parts if isinstance(part, Drafting)]
+    assert isinstance(drafting._drafter, DraftModel)
+    return drafting._drafter
 
 
 @needs_torch
@@ -279,7 +281,9 @@ def test_a_request_can_do_without(tmp_path: Path) -> None:
     llm = served(tmp_path, **ROOMY, speculation="ngram")
     assert llm.describe()["speculation"] == "ngram"
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=200)
-    speculate(llm._engine, NgramDrafter())  # also where it gains nothing
+    speculate(
+        llm._engine, NgramDrafter(), vocab_size=llm._input_processor.limits.vocab_size
+    )  # also where it gains nothing
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     llm.generate([prompt], replace(params, speculate=False), use_tqdm=False)
     assert llm.stats().num_drafts == 0

@@ -25,11 +25,13 @@ class EveryDraft:
         pass
 
 
-def speculate(engine: Engine, drafter: Drafter, most: int = 5) -> None:
+def speculate(
+    engine: Engine, drafter: Drafter, most: int = 5, vocab_size: int = VOCAB_SIZE
+) -> None:
     """Let an engine compute every draft that it can be given."""
     policy = cast(Any, EveryDraft())
     scheduler = engine._scheduler
-    add_parts(engine, Drafting(scheduler, drafter, policy, max_tokens=most, vocab_size=VOCAB_SIZE))
+    add_parts(engine, Drafting(scheduler, drafter, policy, max_tokens=most, vocab_size=vocab_size))
 
 
 class RandomDrafter:

@@ -145,6 +145,24 @@ impl Groups {
         let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, max_tokens));
         peaks.fold(0, usize::saturating_add)
     }
+
+    /// The most blocks that a sequence takes until `num_tokens` tokens are computed, beyond those that it holds after
+    /// the first `computed` ones.
+    pub(crate) fn blocks_to_come(
+        &self,
+        num_tokens: usize,
+        max_tokens: usize,
+        computed: usize,
+    ) -> usize {
+        let size = self.block_size();
+        let indices = computed.div_ceil(size);
+        let passed = |&window: &usize| (computed + 1).saturating_sub(window) / size;
+        let passed: usize = self.windows.iter().flatten().map(passed).sum();
+        let held = indices * self.len() - passed;
+        let new = num_tokens.div_ceil(size).saturating_sub(indices);
+        let most = self.blocks_for(num_tokens, max_tokens).saturating_sub(held);
+        most.min(new.saturating_mul(self.len()))
+    }
 }
 
 #[cfg(test)]

@@ -131,6 +131,14 @@ impl BlockManager {
         self.state.groups.blocks_for(num_tokens, max_tokens)
     }
 
+    /// The most blocks that one sequence takes until it has `num_tokens` tokens, beyond those that it holds after the
+    /// first `computed` ones, if a step computes at most `max_tokens` of them.
+    pub fn blocks_to_come(&self, num_tokens: usize, max_tokens: usize, computed: usize) -> usize {
+        self.state
+            .groups
+            .blocks_to_come(num_tokens, max_tokens, computed)
+    }
+
     /// Blocks by state. O(1).
     pub fn usage(&mut self) -> PoolUsage {
         self.drain_deferred();

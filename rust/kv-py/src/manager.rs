@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::answers::{PoolUsage, Stats, state_name};
 use crate::bounded;
-use crate::errors::{InvariantError, raise};
+use crate::errors::{ConfigError, InvariantError, raise};
 use crate::events::push_event;
 use crate::explanation::Explanation;
 use crate::items::items;
@@ -213,17 +213,29 @@ impl BlockManager {
     }
 
     /// The largest number of blocks that one sequence holds at once until it has `num_tokens` tokens, if a step
-    /// computes at most `max_tokens` of them. A pool needs at least that many to serve it.
+    /// computes at most `max_tokens` of them. A pool needs at least that many to serve it. With `computed`, the largest
+    /// number that it takes beyond those that it holds after so many tokens.
+    #[pyo3(signature = (num_tokens, max_tokens, *, computed = None))]
     fn blocks_for(
         &self,
         py: Python<'_>,
         num_tokens: &Bound<'_, PyAny>,
         max_tokens: &Bound<'_, PyAny>,
+        computed: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
         let num_tokens = number("num_tokens", num_tokens)?;
         let max_tokens = number("max_tokens", max_tokens)?;
-        self.core
-            .with(py, |core| Ok(core.blocks_for(num_tokens, max_tokens)))
+        let computed = computed.map_or(Ok(0), |computed| number("computed", computed))?;
+        if computed > num_tokens {
+            let message = format!("computed={computed}: there are {num_tokens} tokens");
+            return Err(ConfigError::new_err(message));
+        }
+        self.core.with(py, |core| {
+            Ok(match computed {
+                0 => core.blocks_for(num_tokens, max_tokens),
+                _ => core.blocks_to_come(num_tokens, max_tokens, computed),
+            })
+        })
     }
 
     /// The number of references to a block: table entries, pins, open steps and transfers.

@@ -250,6 +250,31 @@ impl StoredPrefix {
         })
     }
 
+    /// For each layer group, the number of blocks from index `first` on that a sequence needs after the first `end`
+    /// blocks: all, or with a window those that a token after them sees.
+    fn needed_blocks(
+        &self,
+        first: &Bound<'_, PyAny>,
+        end: &Bound<'_, PyAny>,
+    ) -> PyResult<Vec<usize>> {
+        let (first, end) = (number("first", first)?, number("end", end)?);
+        if first > end || end > self.len() {
+            let message = format!(
+                "first={first}, end={end}: the prefix has {} full blocks",
+                self.len()
+            );
+            return Err(ConfigError::new_err(message));
+        }
+        let needed = |group: &GroupKeys| {
+            let all = first..end;
+            group
+                .window
+                .map_or(all, |window| self.seen(window, first, end))
+                .len()
+        };
+        Ok(self.groups.iter().map(needed).collect())
+    }
+
     /// True if the block at `index` is stored for a layer group.
     #[pyo3(signature = (index, group = None))]
     fn contains(

@@ -195,3 +195,20 @@ def test_blocks_for_is_what_a_sequence_takes() -> None:
 def test_groups_that_cannot_be(groups: tuple[int | None, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         BlockManager(4, BLOCK, groups=groups)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (5, 13), (4,)])
+def test_blocks_to_come_are_those_beyond_what_a_sequence_holds(
+    windows: tuple[int | None, ...],
+) -> None:
+    manager = BlockManager(1, 4, groups=windows)
+    for num_tokens in range(1, 60):
+        for computed in range(num_tokens + 1):
+            indices = -(-computed // 4)
+            passed = sum(max(0, computed - window + 1) // 4 for window in windows if window)
+            new = (-(-num_tokens // 4) - indices) * len(windows)
+            most = manager.blocks_for(num_tokens, 8) - (indices * len(windows) - passed)
+            expected = min(new, most) if computed else manager.blocks_for(num_tokens, 8)
+            assert manager.blocks_for(num_tokens, 8, computed=computed) == expected
+    with pytest.raises(ConfigError, match=r"computed=6: there are 5 tokens"):
+        manager.blocks_for(5, 8, computed=6)

@@ -164,6 +164,9 @@ def test_stored_blocks_counts_rows_of_all_layer_groups(
     if missing == (0, 1):
         assert sliding.stored_blocks(most=1) == sliding.stored_blocks(most=2) == 0
     assert sliding.stored_blocks() == expected
+    assert sliding.needed_blocks(0, 4) == [4, 2] and sliding.needed_blocks(3, 4) == [1, 1]
+    with pytest.raises(ConfigError, match="first=3, end=5: the prefix has 4 full blocks"):
+        sliding.needed_blocks(3, 5)
     with pytest.raises(ConfigError, match="windows has 1 layer groups and fingerprints has 2"):
         prefix(store, windows=[None])
 
