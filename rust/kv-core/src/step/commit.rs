@@ -155,13 +155,13 @@ impl State {
                 }
                 // The next step is to compute it, and may yet be rolled back: looked up again later.
                 Some(cached) if !self.pool.are_ready(cached) => return,
-                Some(cached) => self.merge_index(seq_idx, index, cached, step, remappings),
+                Some(cached) => self.merge_block(seq_idx, index, cached, step, remappings),
             }
         }
     }
 
     /// Late merge of one logical block.
-    fn merge_index(
+    fn merge_block(
         &mut self,
         seq_idx: u32,
         index: usize,
