@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from pyengine.errors import ContextLengthError, InvalidRequestError
@@ -16,8 +15,8 @@ from pyengine.request.chat_messages import (
     texts_within,
     with_text_arguments,
 )
-from pyengine.request.prompts import shown
-from pyengine.request.untrusted_calls import is_failure, within
+from pyengine.request.prompts import shown, tokens_of
+from pyengine.request.template_process import TemplateError, TimedTemplate, refusal
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a conversation: `role`, and `content` or `tool_calls`."""
@@ -150,17 +149,11 @@ def render_chat(
     if options.longest is not None:
         _check_length(several, options, options.longest)
     try:
-        _refuse_powers(template)
-        render = partial(_render_somehow, several, tokenizer, template, options)
-        return within(options.seconds, render, "the chat template")
-    except InvalidRequestError:
-        raise
-    except BaseException as error:  # a template is untrusted code: any error may come
-        if not is_failure(error):
-            raise
-        raise InvalidRequestError(
-            f"the model's chat template does not take this conversation: {_words(error)}"
-        ) from error
+        timed = TimedTemplate(template, options.seconds)
+        text = _render_somehow(several, tokenizer, timed, options)
+    except TemplateError as error:
+        raise refusal(error) from error
+    return tokens_of(text, tokenizer, add_special_tokens=False)
 
 
 def _check_length(messages: Sequence[Message], options: ChatOptions, longest: int) -> None:
@@ -175,24 +168,9 @@ def _check_length(messages: Sequence[Message], options: ChatOptions, longest: in
         )
 
 
-@lru_cache(maxsize=16)
-def _refuse_powers(template: str) -> None:
-    """Raise `ValueError` for a template that raises numbers to powers.
-
-    A single such operation could run for ever, and cannot be interrupted.
-    """
-    from jinja2 import Environment
-
-    before = ""
-    for _, kind, value in Environment(autoescape=True).lex(template):
-        if (kind, value) == ("operator", "**") and before not in ("(", ","):
-            raise ValueError("it computes powers (**), and none needs to")
-        before = before if kind == "whitespace" else value
-
-
 def _render_somehow(
-    messages: list[dict[str, Any]], tokenizer: Any, template: str, options: ChatOptions
-) -> list[int]:
+    messages: list[dict[str, Any]], tokenizer: Any, template: TimedTemplate, options: ChatOptions
+) -> str:
     """Render the messages in the first of the forms that the template takes."""
     variants = [messages]
     if any("tool_calls" in message for message in messages):
@@ -205,9 +183,7 @@ def _render_somehow(
     for variant in variants:
         try:
             return _render(variant, tokenizer, template, options)
-        except InvalidRequestError:
-            raise
-        except Exception as error:
+        except TemplateError as error:
             errors.append(error)
     raise errors[0]
 
@@ -218,13 +194,13 @@ _MAX_KNOWN = 16
 _ARGUMENTS = {"zebra": 1}
 
 
-def _adds_arguments_as_text(tokenizer: Any, template: str) -> bool:
+def _adds_arguments_as_text(tokenizer: Any, template: TimedTemplate) -> bool:
     """True if the template writes the arguments of tool calls as they are, so they must be text.
 
     Found by rendering a small conversation in both forms.
     """
     known = _adding.setdefault(tokenizer, {})
-    if template not in known:
+    if template.text not in known:
         if len(known) >= _MAX_KNOWN:
             known.clear()
         as_mapping, as_text = (
@@ -232,54 +208,37 @@ def _adds_arguments_as_text(tokenizer: Any, template: str) -> bool:
             for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS))
         )
         is_lost = "zebra" not in as_mapping or repr(_ARGUMENTS) in as_mapping
-        known[template] = is_lost and json.dumps(_ARGUMENTS) in as_text
-    return known[template]
+        known[template.text] = is_lost and json.dumps(_ARGUMENTS) in as_text
+    return known[template.text]
 
 
-def _rendered_call(tokenizer: Any, template: str, arguments: Any) -> str:
+def _rendered_call(tokenizer: Any, template: TimedTemplate, arguments: Any) -> str:
     """A conversation with a tool call as text; empty if the template does not take it."""
     function = {"name": "look", "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call00000", "name": "look", "content": "1"},
     ]
+    options = ChatOptions(add_generation_prompt=False)
     for count in (3, 2):  # some need the result of a call, others do not take one
-        with suppress(Exception):
-            return str(
-                tokenizer.apply_chat_template(
-                    messages[:count], chat_template=template, tokenize=False
-                )
-            )
+        with suppress(TemplateError):
+            return _render(messages[:count], tokenizer, template, options)
     return ""
 
 
 def _render(
-    messages: list[dict[str, Any]], tokenizer: Any, template: str, options: ChatOptions
-) -> list[int]:
-    # The tokenizers library cannot be interrupted, so the text is checked before it gets it.
-    has_text = options.longest is not None and hasattr(tokenizer, "backend_tokenizer")
-    rendered: Any = tokenizer.apply_chat_template(
-        messages,
-        tools=None if options.tools is None else [dict(tool) for tool in options.tools],
-        chat_template=template,
-        add_generation_prompt=options.add_generation_prompt,
-        continue_final_message=options.continue_final_message,
-        tokenize=not has_text,
-        return_dict=False,
+    messages: list[dict[str, Any]], tokenizer: Any, template: TimedTemplate, options: ChatOptions
+) -> str:
+    variables = {
+        **getattr(tokenizer, "special_tokens_map", {}),
+        "add_generation_prompt": options.add_generation_prompt,
         **(options.variables or {}),
-    )
-    if not has_text:
-        return cast(list[int], rendered)
-    if len(rendered) > (options.longest or 0):
-        raise ContextLengthError(
-            f"the conversation has {len(rendered)} characters as the chat template writes it; no "
-            f"text of more than {options.longest} fits into the model's maximum context length: "
-            "shorten it"
-        )
-    return cast(list[int], tokenizer(rendered, add_special_tokens=False)["input_ids"])
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    }
+    passed = {
+        "tools": None if options.tools is None else list(options.tools),
+        "continue_final_message": options.continue_final_message,
+        "variables": variables,
+    }
+    return template.render(messages, passed, options.longest)

@@ -1,24 +1,19 @@
 """Grammars of constrained answers: each compiled once, outside of steps, under limits."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from copy import copy
 from functools import partial
-from threading import Lock, Timer
+from threading import Lock
 from typing import Any, TypeAlias
-from weakref import finalize
 
 from pyengine.errors import InvalidRequestError, PyEngineError
 from pyengine.sampling import grammar_checker
 from pyengine.sampling.closed_schema import closed_schema
 from pyengine.sampling.token_masks import CompiledGrammar, TokenMatcher, num_filling_threads
 from pyengine.sampling_params import StructuredOutputs
+from pyengine.utils.child_process import ChildProcess, idle_child
 from pyengine.utils.fair_pool import FairPool
 from pyengine.utils.packaging import needs_serve_extra
 
@@ -151,10 +146,11 @@ class Grammars:
 
     def _checker(self) -> "_Checker":
         """An idle checker, or a new one."""
-        with suppress(IndexError):
-            return self._idle.pop()
-        self._make_vocabulary()
-        return _Checker(self._checker_setup)
+        checker = idle_child(self._idle)
+        if checker is None:
+            self._make_vocabulary()
+            checker = _Checker(self._checker_setup)
+        return checker
 
     def _make_vocabulary(self) -> None:
         """Build the vocabulary, once."""
@@ -173,7 +169,7 @@ class Grammars:
                 "eos_token": ends,
                 "limits": _LIMITS,
             }
-            self._checker_setup = json.dumps(setup, ensure_ascii=False).encode() + b"\n"
+            self._checker_setup = json.dumps(setup, ensure_ascii=False).encode()
             try:
                 self._vocabulary = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=ends or None
@@ -204,59 +200,30 @@ def _text_of(tokenizer: Any) -> str:
     return str(backend.to_str())
 
 
-class _Checker:
+class _Checker(ChildProcess):
     """A process that runs `grammar_checker.py`."""
 
     def __init__(self, setup: bytes) -> None:
-        """Start it with the vocabulary, a line of JSON, and wait until it is ready."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", grammar_checker.__file__, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must not reach it
+        """Start it with the vocabulary as JSON, and wait until it is ready."""
+        super().__init__(
+            grammar_checker.__file__, memory=grammar_checker.MEMORY, stack=grammar_checker.STACK
         )
-        finalize(self, _end, self._process, os.getpid())
         answer = self._answer_to(setup, _SECONDS_TO_BEGIN)
         if answer:
             raise PyEngineError(f"the process that checks grammars did not start: {answer}")
 
-    @property
-    def is_alive(self) -> bool:
-        """True if it can answer another question."""
-        return self._process.poll() is None
-
     def ask(self, question: Any, seconds: float) -> dict[str, str]:
         """The answer; a passing "error" if the process ended, or exceeded `seconds`."""
-        return self._answer_to(json.dumps(question).encode() + b"\n", seconds)
+        return self._answer_to(json.dumps(question).encode(), seconds)
 
-    def _answer_to(self, line: bytes, seconds: float) -> dict[str, str]:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        end = Timer(seconds, process.kill)
-        end.start()
-        answer = b""
+    def _answer_to(self, question: bytes, seconds: float) -> dict[str, str]:
         try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        finally:
-            end.cancel()
-        if answer:
-            reply: dict[str, str] = json.loads(answer)
-            return reply
-        if process.wait() == -signal.SIGKILL:
+            answer: dict[str, str] = json.loads(
+                self.exchange(question, seconds, grammar_checker.MEMORY)
+            )
+            return answer
+        except TimeoutError:
             reason = f"it takes more than {seconds:g} s to compile; make it smaller"
-        else:
+        except ChildProcessError:
             reason = "it takes too much stack or memory to compile; make it flatter"
         return {"error": reason, "is_passing": "yes"}
-
-
-def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    if os.getpid() != owner:  # in a fork
-        return
-    process.kill()
-    process.communicate()

@@ -1,21 +1,16 @@
-"""A process that compiles grammars first, for `grammar.py`; it runs by its path.
-
-Its argument is the process id of its engine; it ends with that process.
+"""Compiles grammars first, for `grammar.py`, in a child process (`pyengine.utils.child_process`).
 
 A hostile grammar can take any time, memory or stack to compile, which can end the process. So it is
 compiled here first: with less stack than the engine's threads have, with bounded memory, and until
 the engine's time limit. This module imports only the standard library, so it starts fast.
 
-Messages are lines of JSON: first the vocabulary, with the answer `{}`; then a grammar per line,
-with the grammar of `llguidance` or an error as the answer.
+Messages are JSON: first the vocabulary, with the answer `{}`; then grammars, each with the grammar
+of `llguidance` or an error as the answer.
 """
 
 import json
-import os
-import resource
-import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 LONGEST_MASK = 0.1
@@ -23,8 +18,6 @@ LONGEST_MASK = 0.1
 STACK = 1 << 20
 MEMORY = 4 << 30
 """Bytes."""
-LOOKS_EVERY = 0.5
-"""Seconds."""
 _WHITE_SPACE = r"(?: |\n[ \t]{0,64})?"
 """Between the parts of JSON: no space, one space, or an indented new line. Weak models never end
 unlimited white space, which JSON allows."""
@@ -67,30 +60,14 @@ def checked(vocabulary: Any, limits: dict[str, Any], kind: str, text: str) -> di
     return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 
 
-def serve() -> None:
-    """Answer lines until the end of input."""
+def serve(questions: Iterator[bytes], answer: Callable[[bytes], None]) -> None:
+    """Answer all questions."""
     from llguidance import LLTokenizer
 
-    first = json.loads(sys.stdin.readline())
+    first = json.loads(next(questions))
     ends = first["eos_token"] or None
     vocabulary = LLTokenizer(first["tokenizer"], n_vocab=first["n_vocab"], eos_token=ends)
-    print("{}", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(checked(vocabulary, first["limits"], *json.loads(line))), flush=True)
-
-
-def end_with(engine: int) -> None:
-    """End this process when `engine` is no longer its parent."""
-    while os.getppid() == engine:
-        time.sleep(LOOKS_EVERY)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(STACK)
-    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
+    answer(b"{}")
+    for question in questions:
+        found = checked(vocabulary, first["limits"], *json.loads(question))
+        answer(json.dumps(found).encode())

@@ -152,7 +152,7 @@ def test_work_after_its_time_limit_is_bounded_and_of_its_key() -> None:
             num_begun += 1
             return gate.wait()
 
-        return within(0.01, work, "the template")
+        return within(0.01, work, "the tokenizer")
 
     async def main() -> None:
         threads = TokenizerThreads(None, has_tenants=True)
@@ -208,7 +208,7 @@ def test_a_text_that_a_template_makes_long_does_not_get_to_the_tokenizer(
     assert len(ids) > 1000
     assert render_chat(MESSAGES, tokenizer, ChatOptions(longest=5000)) == ids
     encoded = []
-    monkeypatch.setattr(type(tokenizer), "__call__", lambda *given, **_: encoded.append(given))
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *given, **_: encoded.append(given))
     with pytest.raises(ContextLengthError, match="5000 characters as the chat template writes it"):
         render_chat(MESSAGES, tokenizer, ChatOptions(longest=4999))
     assert not encoded

@@ -2,15 +2,18 @@
 
 A template is untrusted code: it sees plain JSON values only. Names and filters are those of
 https://huggingface.co/docs/transformers/main/en/chat_templating.
+
+The engine renders in child processes, which load this file by its path and run `serve`. So it
+imports only the standard library and Jinja.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import marshal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn, TypeAlias
-
-import numpy as np
 
 Templates: TypeAlias = str | Mapping[str, str] | None
 """A chat template, several by name, or none."""
@@ -18,6 +21,8 @@ Templates: TypeAlias = str | Mapping[str, str] | None
 _MAX_COMPILED = 32
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first or the second."""
+_LONGEST_REASON = 2000
+"""The most characters of an error that are passed on."""
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the last message, while a template renders it."""
 
@@ -58,14 +63,14 @@ def render(
     `ValueError`, `TypeError`, and whatever the template raises.
     """
     compiled = _compiled(template)
-    plain = [_plain_message(message) for message in messages]
-    values = {"documents": None, "add_generation_prompt": False, **_plain(variables)}
-    values |= {"messages": plain, "tools": _plain(tools)}
+    shown = [_plain_message(message) for message in messages]
+    values = {"documents": None, "add_generation_prompt": False, **plain(variables)}
+    values |= {"messages": shown, "tools": plain(tools)}
     if not continue_final_message:
         return str(compiled.render(**values))
-    if not plain or plain[-1].get("content") is None:
+    if not shown or shown[-1].get("content") is None:
         raise ValueError("the final message has no content to continue")
-    end = _mark_end(plain[-1]).strip()
+    end = _mark_end(shown[-1]).strip()
     text, mark = str(compiled.render(**values)), _END_MARK.strip()
     if end not in text or mark not in text:
         raise ValueError(
@@ -75,6 +80,33 @@ def render(
     # A template that strips messages has removed the end of the mark, too.
     is_whole = text.startswith(_END_MARK, start)
     return text[:start] if is_whole else text[:start].rstrip()
+
+
+def serve(questions: Iterator[bytes], answer: Callable[[bytes], None]) -> None:
+    """Render for a parent process; the first question only asks whether this is ready.
+
+    A question is marshalled: the longest text to send, and the arguments of `render`. The answer is
+    JSON: the text, its length if that is larger, or the error with its type.
+    """
+    _environment()
+    next(questions)
+    answer(b"")
+    for question in questions:
+        answer(json.dumps(_answer_to(*marshal.loads(question))).encode())
+
+
+def _answer_to(longest: int, template: str, messages: Any, options: Any) -> dict[str, Any]:
+    try:
+        text = render(template, messages, **options)
+    except Exception as error:
+        return {"error": words(error), "type": type(error).__name__}
+    return {"text": text} if len(text) <= longest else {"length": len(text)}
+
+
+def words(error: Exception) -> str:
+    """What an error says, or else its name."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
 
 
 def _mark_end(message: dict[str, Any]) -> str:
@@ -95,16 +127,17 @@ def _plain_message(message: Any) -> dict[str, Any]:
     """A message without keys of None, and its reasoning by the names that templates read."""
     if not isinstance(message, Mapping):
         raise TypeError(f"a message is a mapping, not {message!r}")
-    plain = {key: value for key, value in _plain(message).items() if value is not None}
-    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    known = {key: value for key, value in plain(message).items() if value is not None}
+    reasoning = next((known[key] for key in _REASONING if key in known), None)
     if reasoning is None:
-        return plain
-    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        return known
+    return {"thinking": reasoning, **known, "reasoning_content": reasoning}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value made of JSON types only; other objects become text that names their type."""
-    if isinstance(value, np.generic):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
         return value
@@ -112,11 +145,11 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return value if type(value) is kind else getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(plain(item) for item in value)
     return f"<{type(value).__name__}>"
 
 

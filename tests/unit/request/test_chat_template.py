@@ -132,11 +132,11 @@ def test_one_of_several_templates_by_name_by_tools_or_the_default(
     assert ids == by_template(tokenizer, [USER], chat_template=template, tools=tools)
 
 
-def test_several_templates_with_quotes_of_both_kinds_and_a_power_in_another() -> None:
+def test_several_templates_with_quotes_of_both_kinds_and_an_error_in_another() -> None:
     quoted = """{{ '"' ~ messages[0]['content'] ~ "'" }}"""
-    tokenizer = chat_tokenizer({"default": quoted, "other": "{{ 9 ** 9 }}"})
+    tokenizer = chat_tokenizer({"default": quoted, "other": "{{ 1 / 0 }}"})
     assert rendered(tokenizer, render_chat([USER], tokenizer)) == "\"Hello 東京'"
-    with pytest.raises(InvalidRequestError, match="computes powers"):
+    with pytest.raises(InvalidRequestError, match="division by zero"):
         render_chat([USER], tokenizer, ChatOptions(template="other"))
 
 
@@ -262,7 +262,6 @@ def test_what_is_no_list_of_messages_is_refused(several: Any) -> None:
         ("{% for", [USER], "unexpected end of template|Expected an expression|unexpected"),
         ("{{ nothing.at.all }}", [USER], "'nothing' is undefined"),
         ("{{ range(10 * 10000000) | list }}", [USER], "Range too big"),
-        ("{{ 2 ** 3 }}", [USER], r"computes powers \(\*\*\)"),
     ],
 )
 def test_what_a_template_refuses_is_refused_in_its_words(
