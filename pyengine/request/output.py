@@ -14,6 +14,11 @@ from pyengine.sampling_params import SamplingParams
 class OutputRules:
     """What ends the sequences of a request, and what their text is made with."""
 
+    __slots__ = (
+        *("eos_ids", "length_reason", "max_output", "params"),
+        *("prompt_token_ids", "stop_ids", "tokenizer"),
+    )
+
     def __init__(
         self,
         params: SamplingParams,
@@ -40,6 +45,12 @@ class OutputRules:
 
 class SequenceOutput:
     """The output of one sequence. Tokens enter it by `append` and `extend` alone."""
+
+    __slots__ = (
+        *("_cumulative", "_detokenizer", "_drops_last", "_index", "_is_end_emitted", "_logprobs"),
+        *("_num_decoded", "_num_taken", "finish_reason", "is_streamed", "rules", "sampling"),
+        *("stop_reason", "token_ids"),
+    )
 
     def __init__(self, rules: OutputRules, index: int, sampling: SamplingState) -> None:
         """`index` is the position of the sequence among those of its request."""
@@ -151,7 +162,7 @@ class SequenceOutput:
         return CompletionOutput(
             index=self._index,
             text=text,
-            token_ids=list(self.token_ids[first:]),
+            token_ids=self.sampling.token_ids[first:],
             cumulative_logprob=self._cumulative if wants_logprobs else None,
             logprobs=self._logprobs[first:] if wants_logprobs else None,
             finish_reason=self.finish_reason,
