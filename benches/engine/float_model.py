@@ -1,5 +1,6 @@
 """The embedded model as a folder of float32 weights, for programs that read no GGUF files."""
 
+import shutil
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -28,4 +29,8 @@ def float_folder() -> Path:
     model.hf_quantizer, model.is_quantized = None, False
     model.save_pretrained(new)
     AutoTokenizer.from_pretrained(file.parent, **where).save_pretrained(new)
-    return new.rename(folder)
+    try:
+        return new.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(new)
+        return folder

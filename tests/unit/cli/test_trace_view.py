@@ -50,7 +50,7 @@ def test_it_serves_until_ctrl_c(file: Path, code: str) -> None:
 
 def test_a_file_that_is_no_recording(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text")
-    for name, message in (("text", "no recording"), ("missing", "cannot read")):
+    for name, message in (("text", "not a recording"), ("missing", "cannot read")):
         result = CliRunner().invoke(app, ["trace", "view", str(tmp_path / name)])
         assert result.exit_code == 2
         assert message in result.output

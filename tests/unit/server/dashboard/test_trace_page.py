@@ -203,7 +203,7 @@ def test_damaged_files(path: Path) -> None:
     with pytest.raises(TraceError, match="cut at byte"):
         Recording(path)
     path.write_bytes(b"text")
-    with pytest.raises(TraceError, match="no recording"):
+    with pytest.raises(TraceError, match="not a recording"):
         Recording(path)
     with pytest.raises(FileNotFoundError):
         Recording(path.with_name("missing"))
