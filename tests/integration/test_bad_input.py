@@ -282,7 +282,7 @@ def test_a_stream_that_is_left_early(llm: LLM) -> None:
 
 
 PACKAGE = str(Path(pyengine.__file__).parent)
-CODE = (f"{PACKAGE}/engine", f"{PACKAGE}/llm.py")
+CODE = (f"{PACKAGE}/engine", f"{PACKAGE}/request", f"{PACKAGE}/llm.py")
 CLEANING = {"abort", "interrupt", "__exit__", "close"}
 """Ending requests: an interruption in there is one of the clean-up itself."""
 
