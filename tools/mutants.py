@@ -31,7 +31,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pyengine/scheduler/shares.py": _SCHEDULER,
     "pyengine/executor/executor.py": (
         "tests/unit/executor/test_device_queue.py",
-        "tests/unit/executor/test_input_batch.py",
+        "tests/unit/engine/test_step_rows.py",
+        "tests/unit/engine/test_overlap.py",
+        "tests/unit/engine/test_core.py",
+    ),
+    "pyengine/engine/step_rows.py": (
+        "tests/unit/engine/test_step_rows.py",
         "tests/unit/engine/test_overlap.py",
         "tests/unit/engine/test_core.py",
     ),

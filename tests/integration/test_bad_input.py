@@ -291,7 +291,8 @@ class Interruption:
     """Raises `KeyboardInterrupt` at the n-th line of ours that a caller's thread runs.
 
     Not at a line of `try:` alone: CPython looks for no signal there, and in 3.11 an exception there
-    passes by the handlers of an outer `try`.
+    passes by the handlers of an outer `try`. Not at a line of `with`, which is traced again before
+    `__exit__` is called: CPython looks for no signal there, either, and a lock would stay locked.
     """
 
     def __init__(self, at: int | None) -> None:
@@ -312,7 +313,8 @@ class Interruption:
 
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Callable[..., Any]:
         file = frame.f_code.co_filename
-        if event == "line" and linecache.getline(file, frame.f_lineno).strip() != "try:":
+        line = linecache.getline(file, frame.f_lineno).strip()
+        if event == "line" and line != "try:" and not line.startswith("with "):
             self.lines.append(f"{Path(file).name}:{frame.f_lineno}")
             if len(self.lines) == self.at:
                 raise KeyboardInterrupt

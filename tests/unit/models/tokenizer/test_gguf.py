@@ -262,7 +262,7 @@ REFUSED = [
     ({"token_type": [3, 3]}, r"token_type .*each of 400 tokens"),
     ({"token_type": ["a"] * 400}, r"token_type .*each of 400 tokens"),
     ({"merges": None}, r"merges .*is missing"),
-    ({"merges": [1, 2]}, r"merges .*no array of strings"),
+    ({"merges": [1, 2]}, r"merges .*not an array of strings"),
     ({"merges": ["ab"]}, r"merges .*'ab', which is not a pair"),
     ({"merges": ["no such"]}, r"its header make no tokenizer"),
     ({"tokenizer.chat_template": 3}, r"chat_template \(3\) is not a string"),
