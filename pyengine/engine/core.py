@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from pyengine.engine.input_processor import refuse_taken
-from pyengine.engine.output_processor import OutputProcessor, lost_grammars, requests_of
+from pyengine.engine.output_processor import OutputProcessor, lost_grammars
 from pyengine.engine.parts import EnginePart
 from pyengine.engine.recovery import StepRecovery
 from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepResult, view_of
@@ -16,7 +16,7 @@ from pyengine.engine.step_rows import RecentRows, StepRows, SubmittedStep
 from pyengine.errors import BrokenLogitsError, EngineDeadError, StructuredOutputError
 from pyengine.executor.executor import Executor, ModelStep
 from pyengine.kv_cache import BlockManager
-from pyengine.request.request import Request, SequenceState
+from pyengine.request.request import Request, SequenceState, requests_of
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 

@@ -336,10 +336,8 @@ class KVOffloader(EnginePart):
 
         True if it is being loaded: the sequence is not to be admitted before.
         """
-        lookup, num_preemptions = (
-            self._lookups.get(sequence),
-            sequence.request.progress.num_preemptions,
-        )
+        lookup = self._lookups.get(sequence)
+        num_preemptions = sequence.request.progress.num_preemptions
         if lookup is None or lookup.num_preemptions != num_preemptions:
             lookup = self._lookups[sequence] = _Lookup(num_preemptions)
         if lookup.is_done:
@@ -451,9 +449,8 @@ class KVOffloader(EnginePart):
         num_tokens = num_tokens // size * size
         if num_tokens < (size if request.progress.num_cached_tokens else max(size, _SHORT)):
             return
-        if num_tokens <= self._num_stored.get(
-            sequence, 0
-        ):  # the prompt was, and no block has become full since
+        num_stored = self._num_stored.get(sequence, 0)
+        if num_tokens <= num_stored:  # the prompt was, and no block has become full since
             return
         if self._used_again.num_tokens + self._new.num_tokens >= _MAX_QUEUED_TOKENS:
             self.counters["dropped_stores"] += 1

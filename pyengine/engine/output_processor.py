@@ -1,14 +1,13 @@
 """The tokens of computed steps on their way into requests, and outputs on their way to sinks."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
 
 from pyengine.engine.step_rows import StepRows, SubmittedStep
 from pyengine.errors import RequestFailedError, StructuredOutputError
-from pyengine.request.request import Request, SequenceState
+from pyengine.request.request import Request, SequenceState, requests_of
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class OutputProcessor:
 
     def emit(self, rows: StepRows) -> None:
         """Give the deltas of a step to the sinks of streams."""
-        for request in dict.fromkeys([rows.sequences[row].request for row in rows.streamed]):
+        for request in requests_of([rows.sequences[row] for row in rows.streamed]):
             if request.sink is not None and request.sink.streams:
                 delta = request.take_delta()
                 if delta is not None:
@@ -144,8 +143,3 @@ def lost_grammars(rows: StepRows) -> dict[Request, str]:
         and row not in rows.ahead
         and rows.sequences[row].output.finish_reason is None
     }
-
-
-def requests_of(sequences: Sequence[SequenceState]) -> list[Request]:
-    """The requests of these sequences, each once, in order."""
-    return list(dict.fromkeys([sequence.request for sequence in sequences]))

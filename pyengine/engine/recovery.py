@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pyengine.errors import DeviceMemoryError, EngineDeadError, PyEngineError, WorkerError
-from pyengine.request.request import Request, SequenceState
+from pyengine.request.request import Request, SequenceState, requests_of
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.utils.openmp import loaded_torch
 
@@ -89,7 +89,7 @@ class FaultFinder:
 
     def failed(self, sequences: Iterable[SequenceState]) -> Verdict:
         """Record a failed step with these sequences, which was rolled back."""
-        requests = _requests_of(sequences)
+        requests = set(requests_of(sequences))
         was_forced, self._can_hold = bool(self.suspects) and not self._can_hold, True
         took_part = {request for request in requests if request.result.finished_time is None}
         suspects = [suspect for suspect in self.suspects if suspect in took_part]
@@ -118,7 +118,7 @@ class FaultFinder:
             self.logged.clear()
             return
         self._can_hold = True
-        took_part = _requests_of(sequences)
+        took_part = set(requests_of(sequences))
         for request in took_part:
             del self._failures[request]
         self.suspects = [suspect for suspect in self.suspects if suspect not in took_part]
@@ -213,10 +213,6 @@ class LimitRecovery:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=min(self.asked.max_num_seqs, max_num_batched_tokens),
         )
-
-
-def _requests_of(sequences: Iterable[SequenceState]) -> set[Request]:
-    return {sequence.request for sequence in sequences}
 
 
 class StepRecovery:

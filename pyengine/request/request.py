@@ -1,6 +1,6 @@
 """A request: its prompt and parameters, the scheduling of its sequences, and its result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
@@ -308,3 +308,8 @@ class Request:
             cache=result.cache,
             pin_error=None if result.pin_error is None else str(result.pin_error),
         )
+
+
+def requests_of(sequences: Iterable[SequenceState]) -> list[Request]:
+    """The requests of these sequences, each once, in order."""
+    return list(dict.fromkeys([sequence.request for sequence in sequences]))
