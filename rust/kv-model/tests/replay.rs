@@ -37,6 +37,14 @@ fn random(seed: &mut u64) -> usize {
     (mixed ^ (mixed >> 31)) as usize >> 1
 }
 
+fn is_of_step(action: &Action) -> bool {
+    use Action::{BeginStep, Commit, Decode, Prefill};
+    matches!(
+        action,
+        BeginStep | Prefill { .. } | Decode { .. } | Commit { .. }
+    )
+}
+
 /// A random path. Refused actions are on it, too.
 fn walk(life: &BlockLife, len: usize, seed: &mut u64) -> Vec<Action> {
     let mut state = life.init_states().remove(0);
@@ -44,6 +52,18 @@ fn walk(life: &BlockLife, len: usize, seed: &mut u64) -> Vec<Action> {
     while path.len() < len {
         enabled.clear();
         life.enabled(&state, &mut enabled);
+        // Every second action is one of a step, and every second prompt that of another sequence: two sequences that
+        // live long enough to compute the same blocks are rare by chance.
+        if random(seed).is_multiple_of(2) && enabled.iter().any(is_of_step) {
+            enabled.retain(is_of_step);
+        }
+        let repeats = |action: &Action| match action {
+            Action::Create { prompt, .. } => state.live().any(|(_, other)| other.tokens == *prompt),
+            _ => true,
+        };
+        if random(seed).is_multiple_of(2) && enabled.iter().any(repeats) {
+            enabled.retain(repeats);
+        }
         // Of each kind alike: there are more prompts than anything else.
         let kind = |action: &Action| std::mem::discriminant(action);
         let mut kinds: Vec<_> = enabled.iter().map(kind).collect();
