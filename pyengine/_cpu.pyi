@@ -3,7 +3,7 @@
 """
 
 from os import PathLike
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Final, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -143,10 +143,8 @@ class PackedWeight:
         activation: str = "silu",
     ) -> None: ...
     def gather(self, outputs: _Array, out: _AnyArray) -> None: ...
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
+    in_features: Final[int]
+    out_features: Final[int]
 
 @final
 class QuantizedWeight:
@@ -167,16 +165,11 @@ class QuantizedWeight:
         activation: str = "silu",
     ) -> None: ...
     def gather(self, outputs: _Array, out: _Floats) -> None: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
+    format: Final[str]
+    shape: Final[tuple[int, int]]
+    num_bytes: Final[int]
+    in_features: Final[int]
+    out_features: Final[int]
 
 def largest_logits(threads: CpuAttention, logits: _AnyArray, out: _Array) -> None: ...
 def draw_tokens(
