@@ -179,7 +179,7 @@ def _gguf_in_format(repository: str, format: str, files: Iterable[str]) -> str:
 @contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn errors of the hub's client into `ModelLoadError`s about the model `name`."""
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     named = name if revision is None else f"{name}, revision {revision}"
     problem = (
@@ -189,6 +189,11 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
     with load_errors(problem):
         try:
             yield
+        except LocalEntryNotFoundError as error:
+            raise ModelLoadError(
+                f"{problem}: it is not in the hub's cache here, and the hub cannot be reached "
+                "(without a connection, or with HF_HUB_OFFLINE=1)"
+            ) from error
         except RepositoryNotFoundError as error:  # also for gated and private ones
             raise ModelLoadError(
                 f"{problem}: {reason_of(error)}; where the model is gated or private, give a token "

@@ -130,6 +130,8 @@ def test_without_the_network_a_sentence_says_so(hub: Path) -> None:
     result = run("pull", "owner/none")
     assert result.exit_code == 1
     assert "the model 'owner/none' is neither a local folder nor could it be" in result.stderr
+    assert result.stderr.count("\n") == 2
+    assert "HF_HUB_OFFLINE=1" in result.stderr
     assert "Traceback" not in result.stderr
 
 
