@@ -1,5 +1,6 @@
 """Offline use: a model, prompts, answers. Names and defaults are those of vLLM."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -30,6 +31,8 @@ from pyengine.request.thinking import stripped_thinking
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 Priorities = float | Sequence[float]
+
+_BETWEEN_LINES = 10.0  # seconds between two lines of progress
 
 
 class LLM(EngineClientBase):
@@ -264,7 +267,27 @@ class LLM(EngineClientBase):
         return outputs
 
 
+class _Lines:
+    """Standard error for a bar of tqdm where it is no terminal: each state of the bar is a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def _progress_bar(total: int) -> Any:
+    """A bar; a line every `_BETWEEN_LINES` seconds where standard error goes to a file or pipe."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="prompt", dynamic_ncols=True)
+    if sys.stderr.isatty() or "ipykernel" in sys.modules:  # notebooks draw bars, too
+        return tqdm(total=total, unit="prompt", dynamic_ncols=True)
+    return tqdm(
+        total=total,
+        file=_Lines(),
+        delay=_BETWEEN_LINES,
+        mininterval=_BETWEEN_LINES,
+        bar_format="{n_fmt} of {total_fmt} prompts in {elapsed}{postfix}",
+    )

@@ -467,6 +467,24 @@ def test_without_a_bar_nothing_of_it_is_made(
         llm.generate([[1, 2]], GREEDY, use_tqdm=True)
 
 
+@pytest.mark.parametrize(("seconds", "lines"), [(1e-9, ["1 of 2 prompts in", "2 of 2"]), (10, [])])
+def test_progress_in_a_file_is_whole_lines(
+    model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: float,
+    lines: list[str],
+) -> None:
+    """And none for a call that ends before the first is due."""
+    monkeypatch.setattr("pyengine.llm._BETWEEN_LINES", seconds)
+    model.llm().generate([[1], [2]], GREEDY)
+    written = capsys.readouterr().err
+    assert "\r" not in written
+    assert "%" not in written.replace("% cached", "")
+    assert all(line in written for line in lines)
+    assert bool(written) == bool(lines)
+
+
 @pytest.mark.parametrize("megabytes", [1, pytest.param(10, marks=pytest.mark.soak)])
 def test_megabytes_of_text_are_refused(megabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch, tokenizer=Fast(byte_level(260)))
