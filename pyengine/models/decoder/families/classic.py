@@ -1,10 +1,14 @@
 """Families of older design: layer norms, biases, and a plain feed-forward part."""
 
+from dataclasses import replace
+
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
     Family,
     activation,
+    attention,
     decoder,
+    equal_layers,
     gated,
     heads,
     layer_count,
@@ -20,68 +24,42 @@ from pyengine.models.decoder.names import (
     names,
     stored,
 )
-from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary
+from pyengine.models.decoder.rotary_settings import RotaryKind
 from pyengine.models.decoder.settings import Settings
-from pyengine.models.decoder.spec import MLP, Attention, DecoderSpec, Layer, Norm
+from pyengine.models.decoder.spec import MLP, DecoderSpec, Layer, Norm
 
 
 def _starcoder2(settings: Settings) -> DecoderSpec:
-    shape, has_bias = heads(settings), settings.flag("use_bias")
-    norm = Norm(kind="layer", eps=settings.number("norm_epsilon", above=0), has_bias=True)
+    norm = _layer_norm(settings, "norm_epsilon")
     settings.only("mlp_type", "default", why="the family has no gated MLP")
     settings.only("norm_type", "layer_norm", why="the family has layer norms")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], RotaryKind()),
-        window=settings.optional_integer("sliding_window"),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-    mlp = MLP(
-        size=settings.integer("intermediate_size"),
-        activation=activation(settings),
-        is_gated=False,
-        has_bias=has_bias,
-    )
-    layer = pre_norm(attention, mlp, norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    window = settings.optional_integer("sliding_window")
+    mixer = attention(settings, bias="use_bias", window=window)
+    return equal_layers(settings, mixer, _plain(settings, bias="use_bias"), norm)
+
+
+def _layer_norm(settings: Settings, key: str, offset: float = 0.0) -> Norm:
+    eps = settings.number(key, above=0)
+    return Norm(kind="layer", eps=eps, offset=offset, has_bias=True)
+
+
+def _plain(settings: Settings, *, bias: str) -> MLP:
+    """An MLP without a gate; `bias` is the key of its biases."""
+    return replace(gated(settings, bias=bias), is_gated=False)
 
 
 def _nemotron(settings: Settings) -> DecoderSpec:
-    shape, has_bias = heads(settings), settings.flag("attention_bias")
-    epsilon = settings.number("norm_eps", above=0)
-    norm = Norm(kind="layer", eps=epsilon, offset=1.0, has_bias=True)
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=0.5)),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-    mlp = MLP(
-        size=settings.integer("intermediate_size"),
-        activation=activation(settings),
-        is_gated=False,
-        has_bias=settings.flag("mlp_bias"),
-    )
-    layer = pre_norm(attention, mlp, norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    norm = _layer_norm(settings, "norm_eps", offset=1.0)
+    mixer = attention(settings, RotaryKind(share=0.5), bias="attention_bias")
+    return equal_layers(settings, mixer, _plain(settings, bias="mlp_bias"), norm)
 
 
 def _stablelm(settings: Settings) -> DecoderSpec:
-    shape = heads(settings)
-    norm = Norm(kind="layer", eps=settings.number("layer_norm_eps", above=0), has_bias=True)
+    norm = _layer_norm(settings, "layer_norm_eps")
     settings.only("qk_layernorm", False, why="each head has its own norm")
     is_parallel = settings.flag("use_parallel_residual")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=0.25)),
-        qkv_bias=settings.flag("use_qkv_bias"),
-    )
     layer = Layer(
-        mixer=attention,
+        mixer=attention(settings, RotaryKind(share=0.25), qkv_bias=settings.flag("use_qkv_bias")),
         feed_forward=gated(settings),
         before_mixer=norm,
         before_feed_forward=None if is_parallel else norm,
@@ -94,7 +72,7 @@ def _gpt2(settings: Settings) -> DecoderSpec:
     shape, hidden = heads(settings), settings.integer("hidden_size")
     if shape["heads"] * shape["head_dim"] != hidden:
         settings.refuse("num_attention_heads", f"it must divide the hidden size, {hidden}")
-    norm = Norm(kind="layer", eps=settings.number("layer_norm_epsilon", above=0), has_bias=True)
+    norm = _layer_norm(settings, "layer_norm_epsilon")
     scaling = shape["head_dim"] ** -0.5 if settings.flag("scale_attn_weights") else 1.0
     is_divided = settings.flag("scale_attn_by_inverse_layer_idx")
     mlp = MLP(
@@ -103,20 +81,9 @@ def _gpt2(settings: Settings) -> DecoderSpec:
         is_gated=False,
         has_bias=True,
     )
-    layers = [
-        pre_norm(
-            Attention(
-                **shape,
-                scaling=scaling / (layer + 1) if is_divided else scaling,
-                rotary=None,
-                qkv_bias=True,
-                out_bias=True,
-            ),
-            mlp,
-            norm,
-        )
-        for layer in range(layer_count(settings))
-    ]
+    mixer = attention(settings, rotary=None, scaling=scaling, qkv_bias=True, out_bias=True)
+    scales = [scaling / (layer + 1 if is_divided else 1) for layer in range(layer_count(settings))]
+    layers = [pre_norm(replace(mixer, scaling=scale), mlp, norm) for scale in scales]
     positions = settings.integer("max_position_embeddings")
     return decoder(settings, layers, norm, learned_positions=positions)
 

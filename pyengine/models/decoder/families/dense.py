@@ -1,153 +1,84 @@
 """Dense families whose layers are alike, or differ in their windows only."""
 
+from dataclasses import replace
+from typing import Any
+
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
+    GRANITE,
+    NOT_READ,
     Family,
+    attention,
     decoder,
+    equal_layers,
     gated,
-    heads,
+    granite_decoder,
     layer_count,
     pre_norm,
     rms,
-    sliding_layers,
+    switched_layers,
 )
 from pyengine.models.decoder.names import ATTENTION, GATED, LLAMA, PRE_NORM, names, stored
-from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary
+from pyengine.models.decoder.rotary_settings import RotaryKind
 from pyengine.models.decoder.settings import Settings
-from pyengine.models.decoder.spec import Attention, DecoderSpec, QueryKeyNorm
-
-_WHOLE = RotaryKind()
-_TRAINED_ELSEWHERE = "transformers does not read it"
+from pyengine.models.decoder.spec import DecoderSpec, QueryKeyNorm
 
 
 def _llama(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
     settings.only("rope_interleaved", False, why="heads rotate in halves")
-    has_bias = settings.flag("attention_bias")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-    layer = pre_norm(attention, gated(settings, bias="mlp_bias"), norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    mixer, mlp = attention(settings, bias="attention_bias"), gated(settings, bias="mlp_bias")
+    return equal_layers(settings, mixer, mlp, rms(settings))
 
 
-def _qwen(settings: Settings, *, is_third: bool) -> DecoderSpec:
-    """Qwen 2, whose queries, keys and values have biases; Qwen 3, whose heads have norms."""
-    shape, norm = heads(settings), rms(settings)
-    slides, first = settings.flag("use_sliding_window"), settings.integer("max_window_layers", 0)
+def _qwen(settings: Settings, **more: Any) -> DecoderSpec:
+    first, mlp, norm = settings.integer("max_window_layers", 0), gated(settings), rms(settings)
     settings.only("use_mrope", False, why="positions have one number")
-    has_bias = settings.flag("attention_bias") if is_third else False
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
-    head_norm = QueryKeyNorm(norm=norm, over="head") if is_third else None
-    has_window = slides and settings.raw("sliding_window") is not None
-    windows = sliding_layers(settings, lambda layer: has_window and layer >= first)
-    if not slides and any(windows):
-        settings.refuse("use_sliding_window", "layer_types has layers whose attention slides")
-    layers = [
-        pre_norm(
-            Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=rotary,
-                window=window,
-                query_key_norm=head_norm,
-                qkv_bias=has_bias or not is_third,
-                out_bias=has_bias,
-            ),
-            gated(settings),
-            norm,
-        )
-        for window in windows
-    ]
+    has_window = settings.raw("sliding_window") is not None
+    windows = switched_layers(settings, lambda layer: has_window and layer >= first)
+    mixer = attention(settings, **more)
+    layers = [pre_norm(replace(mixer, window=window), mlp, norm) for window in windows]
     return decoder(settings, layers, norm)
 
 
 def _qwen2(settings: Settings) -> DecoderSpec:
-    return _qwen(settings, is_third=False)
+    return _qwen(settings, qkv_bias=True)
 
 
 def _qwen3(settings: Settings) -> DecoderSpec:
-    return _qwen(settings, is_third=True)
+    head_norm = QueryKeyNorm(norm=rms(settings), over="head")
+    return _qwen(settings, bias="attention_bias", query_key_norm=head_norm)
 
 
 def _mistral(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        window=settings.optional_integer("sliding_window"),
-    )
-    layer = pre_norm(attention, gated(settings), norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    mixer = attention(settings, window=settings.optional_integer("sliding_window"))
+    return equal_layers(settings, mixer, gated(settings), rms(settings))
 
 
 def _phi3(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         settings.only(key, False, why="the layers of the family have no biases")
     kind = RotaryKind(share=1.0, renamed=(("su", "longrope"), ("yarn", "longrope")))
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], kind),
-        window=settings.optional_integer("sliding_window"),
-    )
-    layer = pre_norm(attention, gated(settings), norm)
-    count = layer_count(settings)
-    return decoder(settings, [layer] * count, norm, kind=kind)
+    mixer = attention(settings, kind, window=settings.optional_integer("sliding_window"))
+    return equal_layers(settings, mixer, gated(settings), rms(settings), kind=kind)
 
 
 def _granite(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    attention = Attention(
-        **shape,
-        scaling=settings.number("attention_multiplier", above=0),
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-    layer = pre_norm(
-        attention,
-        gated(settings, bias="mlp_bias"),
-        norm,
-        residual_scale=settings.number("residual_multiplier"),
-    )
-    return decoder(
-        settings,
-        [layer] * layer_count(settings),
-        norm,
-        embedding_scale=settings.number("embedding_multiplier"),
-        logit_scale=1 / settings.number("logits_scaling", above=0),
-    )
+    scaling = settings.number("attention_multiplier", above=0)
+    mixer = attention(settings, bias="attention_bias", scaling=scaling)
+    mixers = [mixer] * layer_count(settings)
+    return granite_decoder(settings, mixers, gated(settings, bias="mlp_bias"))
 
 
 def _seed_oss(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        qkv_bias=settings.flag("attention_bias"),
-        out_bias=settings.flag("attention_out_bias"),
-    )
-    layer = pre_norm(attention, gated(settings, bias="mlp_bias"), norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    out_bias = settings.flag("attention_out_bias")
+    mixer = attention(settings, bias="attention_bias", out_bias=out_bias)
+    return equal_layers(settings, mixer, gated(settings, bias="mlp_bias"), rms(settings))
 
 
 def _glm4(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(order="pairs", share=0.5)),
-        qkv_bias=settings.flag("attention_bias"),
-    )
-    layer = pre_norm(attention, gated(settings), norm, after_mixer=norm, after_feed_forward=norm)
+    norm, kind = rms(settings), RotaryKind(order="pairs", share=0.5)
+    mixer = attention(settings, kind, bias="attention_bias", out_bias=False)
+    layer = pre_norm(mixer, gated(settings), norm, after_mixer=norm, after_feed_forward=norm)
     return decoder(settings, [layer] * layer_count(settings), norm)
 
 
@@ -163,7 +94,7 @@ _QWEN = {
     "layer_types": None,
 }
 FAMILIES = (
-    Family("llama", _llama, DEFAULTS, LLAMA, {"is_llama_config": _TRAINED_ELSEWHERE}),
+    Family("llama", _llama, DEFAULTS, LLAMA, {"is_llama_config": NOT_READ}),
     Family("qwen2", _qwen2, _QWEN, LLAMA),
     Family("qwen3", _qwen3, {**_QWEN, "head_dim": 128}, LLAMA),
     Family(
@@ -198,20 +129,9 @@ FAMILIES = (
             qkv=stored("self_attn.qkv_proj"),
             gate_up=stored("mlp.gate_up_proj"),
         ),
-        dict.fromkeys(("full_attn_mod", "interpolate_factor"), _TRAINED_ELSEWHERE),
+        dict.fromkeys(("full_attn_mod", "interpolate_factor"), NOT_READ),
     ),
-    Family(
-        "granite",
-        _granite,
-        {
-            **DEFAULTS,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-        },
-        LLAMA,
-    ),
+    Family("granite", _granite, {**DEFAULTS, **GRANITE}, LLAMA),
     Family(
         "seed_oss",
         _seed_oss,

@@ -1,17 +1,24 @@
 """Families with mixtures of experts, whose routers have a softmax."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
+    GRANITE,
+    NOT_READ,
     Family,
+    attention,
     decoder,
+    equal_layers,
     gated,
-    heads,
+    granite_decoder,
     layer_count,
     pre_norm,
     rms,
     sliding_layers,
+    switched_layers,
 )
 from pyengine.models.decoder.names import (
     ATTENTION,
@@ -22,11 +29,9 @@ from pyengine.models.decoder.names import (
     stored,
     vector,
 )
-from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import (
     MLP,
-    Attention,
     ClampedGate,
     DecoderSpec,
     Experts,
@@ -35,106 +40,61 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 
-_WHOLE = RotaryKind()
 
-
-def routed(settings: Settings, count: str, routing: str = "softmax", **more: object) -> Routing:
+def routed(settings: Settings, count: str, score: Any = "softmax", **more: Any) -> Routing:
     """A routing whose number of experts is under the key `count`."""
-    arguments: dict[str, object] = {"score": routing, **more}
-    return Routing(
-        count=settings.integer(count),
-        chosen=settings.integer("num_experts_per_tok"),
-        **arguments,  # type: ignore[arg-type]
-    )
+    chosen = settings.integer("num_experts_per_tok")
+    return Routing(count=settings.integer(count), chosen=chosen, score=score, **more)
 
 
 def _mixtral(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        window=settings.optional_integer("sliding_window"),
-    )
+    mixer = attention(settings, window=settings.optional_integer("sliding_window"))
     routing = routed(settings, "num_local_experts", is_normalised=True)
-    layer = pre_norm(attention, Experts(routing=routing, mlp=gated(settings)), norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    experts = Experts(routing=routing, mlp=gated(settings))
+    return equal_layers(settings, mixer, experts, rms(settings))
 
 
 def _granitemoe(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    attention = Attention(
-        **shape,
-        scaling=settings.number("attention_multiplier", above=0),
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
+    scaling = settings.number("attention_multiplier", above=0)
+    mixer = attention(settings, bias="attention_bias", scaling=scaling)
     experts = Experts(routing=routed(settings, "num_local_experts", "chosen"), mlp=gated(settings))
-    scale = settings.number("residual_multiplier")
-    layer = pre_norm(attention, experts, norm, residual_scale=scale)
-    return decoder(
-        settings,
-        [layer] * layer_count(settings),
-        norm,
-        embedding_scale=settings.number("embedding_multiplier"),
-        logit_scale=1 / settings.number("logits_scaling", above=0),
+    return granite_decoder(settings, [mixer] * layer_count(settings), experts)
+
+
+def _qwen_experts(settings: Settings, **more: Any) -> Experts:
+    return Experts(
+        routing=routed(settings, "num_experts", is_normalised=settings.flag("norm_topk_prob")),
+        mlp=gated(settings, size="moe_intermediate_size"),
+        **more,
     )
 
 
 def _qwen2_moe(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("qkv_bias")
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
+    norm, first = rms(settings), settings.integer("max_window_layers", 0)
+    mixer = attention(settings, qkv_bias=settings.flag("qkv_bias"))
+    windows = switched_layers(
+        settings, lambda layer: layer < first and (layer + 1) % 2 == 1, none=0
+    )
     shared = gated(settings, size="shared_expert_intermediate_size")
-    slides, first = settings.flag("use_sliding_window"), settings.integer("max_window_layers", 0)
-    windows = sliding_layers(
-        settings, lambda layer: slides and layer < first and (layer + 1) % 2 == 1, none=0
-    )
-    if not slides and any(windows):
-        settings.refuse("use_sliding_window", "layer_types has layers whose attention slides")
-    experts = Experts(
-        routing=routed(settings, "num_experts", is_normalised=settings.flag("norm_topk_prob")),
-        mlp=gated(settings, size="moe_intermediate_size"),
-        shared=shared,
-        shared_gate=True,
-    )
-    parts = _sparse_layers(settings, experts)
+    parts = _sparse_layers(settings, _qwen_experts(settings, shared=shared, shared_gate=True))
     layers = [
-        pre_norm(
-            Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=rotary,
-                window=window,
-                qkv_bias=has_bias,
-            ),
-            part,
-            norm,
-        )
+        pre_norm(replace(mixer, window=window), part, norm)
         for window, part in zip(windows, parts, strict=True)
     ]
     return decoder(settings, layers, norm)
 
 
 def _qwen3_moe(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    window = settings.optional_integer("sliding_window")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
+    norm, window = rms(settings), settings.optional_integer("sliding_window")
+    settings.only("use_qk_norm", True, why="heads have norms")
+    mixer = attention(
+        settings,
+        bias="attention_bias",
         window=window if settings.flag("use_sliding_window") else None,
         query_key_norm=QueryKeyNorm(norm=norm, over="head"),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
     )
-    settings.only("use_qk_norm", True, why="heads have norms")
-    experts = Experts(
-        routing=routed(settings, "num_experts", is_normalised=settings.flag("norm_topk_prob")),
-        mlp=gated(settings, size="moe_intermediate_size"),
-    )
-    layers = [pre_norm(attention, part, norm) for part in _sparse_layers(settings, experts)]
-    return decoder(settings, layers, norm)
+    parts = _sparse_layers(settings, _qwen_experts(settings))
+    return decoder(settings, [pre_norm(mixer, part, norm) for part in parts], norm)
 
 
 def _sparse_layers(settings: Settings, experts: Experts) -> Sequence[FeedForward]:
@@ -151,8 +111,7 @@ def _sparse_layers(settings: Settings, experts: Experts) -> Sequence[FeedForward
 
 
 def _gpt_oss(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
+    norm, mixer = rms(settings), attention(settings, bias="attention_bias", sinks=True)
     settings.text("hidden_act", ["silu"])
     gate = ClampedGate(
         alpha=settings.number("swiglu_alpha"), limit=settings.number("swiglu_limit", above=0)
@@ -161,22 +120,8 @@ def _gpt_oss(settings: Settings) -> DecoderSpec:
         routing=routed(settings, "num_local_experts", "chosen", has_bias=True),
         mlp=MLP(size=settings.integer("intermediate_size"), activation=gate, has_bias=True),
     )
-    layers = [
-        pre_norm(
-            Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=rotary,
-                window=window,
-                sinks=True,
-                qkv_bias=has_bias,
-                out_bias=has_bias,
-            ),
-            experts,
-            norm,
-        )
-        for window in sliding_layers(settings, lambda layer: layer % 2 == 0)
-    ]
+    windows = sliding_layers(settings, lambda layer: layer % 2 == 0)
+    layers = [pre_norm(replace(mixer, window=window), experts, norm) for window in windows]
     return decoder(settings, layers, norm)
 
 
@@ -207,7 +152,6 @@ MIXTRAL_EXPERTS = {
     **expert_names("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
 FEW_EXPERTS = {"num_experts": "num_local_experts"}
-_NOT_READ = "transformers does not read it"
 _MIXTRAL = {
     **DEFAULTS,
     "intermediate_size": 14336,
@@ -252,10 +196,7 @@ FAMILIES = (
         _granitemoe,
         {
             **DEFAULTS,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
+            **GRANITE,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
@@ -314,7 +255,7 @@ FAMILIES = (
             "num_experts": 128,
         },
         names(ATTENTION, PRE_NORM, GATED, QWEN_EXPERTS),
-        {"max_window_layers": _NOT_READ},
+        {"max_window_layers": NOT_READ},
         {"num_local_experts": "num_experts"},
     ),
     Family(
@@ -358,7 +299,7 @@ FAMILIES = (
                 Stored(("mlp.experts.down_proj",), weight="", bias="_bias", is_transposed=True),
             ),
         ),
-        dict.fromkeys(("experts_per_token", "initial_context_length"), _NOT_READ),
+        dict.fromkeys(("experts_per_token", "initial_context_length"), NOT_READ),
     ),
 )
 """See `Family`."""

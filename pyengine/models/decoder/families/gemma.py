@@ -6,9 +6,12 @@ from typing import Any
 
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
+    WHOLE,
     Family,
     activation,
+    attention,
     decoder,
+    equal_layers,
     gated,
     heads,
     layer_count,
@@ -35,25 +38,12 @@ from pyengine.models.decoder.spec import (
     TokenInput,
 )
 
-_WHOLE = RotaryKind()
 
-
-def _layer(settings: Settings, norm: Norm, shape: dict[str, Any], **attention: Any) -> Layer:
-    has_bias = settings.flag("attention_bias")
-    return Layer(
-        mixer=Attention(
-            **shape,
-            scaling=settings.number("query_pre_attn_scalar", above=0) ** -0.5,
-            qkv_bias=has_bias,
-            out_bias=has_bias,
-            **attention,
-        ),
-        feed_forward=gated(settings, act="hidden_activation"),
-        before_mixer=norm,
-        after_mixer=norm,
-        before_feed_forward=norm,
-        after_feed_forward=norm,
-    )
+def _layer(settings: Settings, norm: Norm, **more: Any) -> Layer:
+    scaling = settings.number("query_pre_attn_scalar", above=0) ** -0.5
+    mixer = attention(settings, bias="attention_bias", scaling=scaling, **more)
+    mlp = gated(settings, act="hidden_activation")
+    return pre_norm(mixer, mlp, norm, after_mixer=norm, after_feed_forward=norm)
 
 
 def _decoder(settings: Settings, layers: list[Layer], norm: Norm) -> DecoderSpec:
@@ -67,49 +57,35 @@ def _decoder(settings: Settings, layers: list[Layer], norm: Norm) -> DecoderSpec
 
 
 def _gemma(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = (
-        heads(settings),
-        rms(settings, offset=1.0),
-        settings.flag("attention_bias"),
-    )
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-    mlp = gated(settings)
+    mixer, mlp = attention(settings, bias="attention_bias"), gated(settings)
     if mlp.activation == "gelu":  # files of the first release say so, and mean its formula
         mlp = replace(mlp, activation="gelu_tanh")
-    layer = pre_norm(attention, mlp, norm)
     scale = settings.integer("hidden_size") ** 0.5
-    return decoder(settings, [layer] * layer_count(settings), norm, embedding_scale=scale)
+    return equal_layers(settings, mixer, mlp, rms(settings, offset=1.0), embedding_scale=scale)
 
 
 def _gemma2(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings, offset=1.0)
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
+    norm = rms(settings, offset=1.0)
+    rotary = read_rotary(settings, heads(settings)["head_dim"], WHOLE)
     softcap = settings.optional_number("attn_logit_softcapping", above=0)
     settings.only("sliding_window_size", settings.raw("sliding_window"), why="it is sliding_window")
     layers = [
-        _layer(settings, norm, shape, rotary=rotary, window=window, softcap=softcap)
+        _layer(settings, norm, rotary=rotary, window=window, softcap=softcap)
         for window in sliding_layers(settings, lambda layer: layer % 2 == 0)
     ]
     return _decoder(settings, layers, norm)
 
 
 def _gemma3(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings, offset=1.0)
+    norm, head_dim = rms(settings, offset=1.0), heads(settings)["head_dim"]
     every = settings.integer("sliding_window_pattern")
     head_norm = QueryKeyNorm(norm=norm, over="head")
-    full, sliding = two_rotaries(settings, shape["head_dim"], _WHOLE, "rope_local_base_freq")
+    full, sliding = two_rotaries(settings, head_dim, WHOLE, "rope_local_base_freq")
     settings.only("attn_logit_softcapping", why="Gemma 3 has no cap of attention")
     layers = [
         _layer(
             settings,
             norm,
-            shape,
             rotary=full if window is None else sliding,
             window=window,
             query_key_norm=head_norm,
@@ -137,8 +113,8 @@ def _gemma4(settings: Settings) -> DecoderSpec:
     token_input, keys = _token_input(settings, norm), settings.flag("attention_k_eq_v")
     has_bias = settings.flag("attention_bias")
     layers = [
-        Layer(
-            mixer=Attention(
+        pre_norm(
+            Attention(
                 **shape,
                 scaling=1.0,
                 rotary=rotaries[window],
@@ -151,10 +127,9 @@ def _gemma4(settings: Settings) -> DecoderSpec:
                 qkv_bias=has_bias,
                 out_bias=has_bias,
             ),
-            feed_forward=mlp if layer < first else wide,
-            before_mixer=norm,
+            mlp if layer < first else wide,
+            norm,
             after_mixer=norm,
-            before_feed_forward=norm,
             after_feed_forward=norm,
             token_input=token_input,
             has_scalar=True,

@@ -4,22 +4,24 @@ from dataclasses import replace
 
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
+    GRANITE,
+    NOT_READ,
+    WHOLE,
     Family,
+    attention,
     decoder,
+    equal_layers,
     gated,
+    granite_decoder,
     heads,
     layer_count,
     pre_norm,
     rms,
     sliding_layers,
+    switched_layers,
 )
 from pyengine.models.decoder.names import ATTENTION, GATED, LLAMA, names, stored
-from pyengine.models.decoder.rotary_settings import (
-    RotaryKind,
-    read_rotary,
-    rope_section,
-    two_rotaries,
-)
+from pyengine.models.decoder.rotary_settings import RotaryKind, rope_section, two_rotaries
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import (
     Attention,
@@ -30,12 +32,9 @@ from pyengine.models.decoder.spec import (
     QueryKeyNorm,
 )
 
-_WHOLE = RotaryKind()
-_TRAINED_ELSEWHERE = "transformers does not read it"
-
 
 def _smollm3(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
+    norm, mlp = rms(settings), gated(settings, bias="mlp_bias")
     count, every = layer_count(settings), settings.integer("no_rope_layer_interval")
     rotates = [(layer + 1) % every != 0 for layer in range(count)]
     flags = settings.items("no_rope_layers", count)
@@ -43,68 +42,43 @@ def _smollm3(settings: Settings) -> DecoderSpec:
         if any(flag not in (0, 1) for flag in flags):
             settings.refuse("no_rope_layers", "it must have 1 for a layer that rotates, else 0")
         rotates = [flag == 1 for flag in flags]
-    slides = settings.flag("use_sliding_window")
-    has_window = slides and settings.raw("sliding_window") is not None
-    windows = sliding_layers(settings, lambda layer: has_window and not rotates[layer])
-    if not slides and any(windows):
-        settings.refuse("use_sliding_window", "layer_types has layers whose attention slides")
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
+    has_window = settings.raw("sliding_window") is not None
+    windows = switched_layers(settings, lambda layer: has_window and not rotates[layer])
+    mixer = attention(settings, bias="attention_bias")
+    unturned = replace(mixer, rotary=None)
     layers = [
-        pre_norm(
-            Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=rotary if rotates[layer] else None,
-                window=window,
-                qkv_bias=has_bias,
-                out_bias=has_bias,
-            ),
-            gated(settings, bias="mlp_bias"),
-            norm,
-        )
+        pre_norm(replace(mixer if rotates[layer] else unturned, window=window), mlp, norm)
         for layer, window in enumerate(windows)
     ]
     return decoder(settings, layers, norm)
 
 
+def _post_norm(settings: Settings, mixer: Attention, norm: Norm) -> Layer:
+    """A layer that normalises after each part."""
+    mlp = gated(settings)
+    return Layer(mixer=mixer, feed_forward=mlp, after_mixer=norm, after_feed_forward=norm)
+
+
 def _olmo2(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        query_key_norm=QueryKeyNorm(norm=norm, over="row"),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-    layer = Layer(
-        mixer=attention,
-        feed_forward=gated(settings),
-        after_mixer=norm,
-        after_feed_forward=norm,
-    )
+    norm = rms(settings)
+    row_norm = QueryKeyNorm(norm=norm, over="row")
+    mixer = attention(settings, bias="attention_bias", query_key_norm=row_norm)
+    layer = _post_norm(settings, mixer, norm)
     return decoder(settings, [layer] * layer_count(settings), norm)
 
 
 def _olmo3(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
+    norm, head_dim = rms(settings), heads(settings)["head_dim"]
     if settings.has("rope_theta") and settings.number("rope_theta") != _OLMO3_THETA:
         settings.refuse("rope_theta", f"sliding layers have {_OLMO3_THETA:g}: use rope_parameters")
-    full, sliding = two_rotaries(settings, shape["head_dim"], _WHOLE, "rope_theta")
+    full, sliding = two_rotaries(settings, head_dim, WHOLE, "rope_theta")
+    row_norm = QueryKeyNorm(norm=norm, over="row")
+    mixer = attention(settings, bias="attention_bias", rotary=full, query_key_norm=row_norm)
     layers = [
-        Layer(
-            mixer=Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=full if window is None else sliding,
-                window=window,
-                query_key_norm=QueryKeyNorm(norm=norm, over="row"),
-                qkv_bias=has_bias,
-                out_bias=has_bias,
-            ),
-            feed_forward=gated(settings),
-            after_mixer=norm,
-            after_feed_forward=norm,
+        _post_norm(
+            settings,
+            replace(mixer, rotary=full if window is None else sliding, window=window),
+            norm,
         )
         for window in sliding_layers(settings, lambda layer: (layer + 1) % 4 != 0)
     ]
@@ -112,33 +86,22 @@ def _olmo3(settings: Settings) -> DecoderSpec:
 
 
 def _exaone4(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
+    norm = rms(settings)
     has_window, every = settings.raw("sliding_window") is not None, 1
     if has_window and not settings.has("layer_types"):
         every = settings.integer("sliding_window_pattern")
     settings.pass_over({"sliding_window_pattern": "layer_types says it"})
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
+    mixer = attention(settings, query_key_norm=QueryKeyNorm(norm=norm, over="head"))
+    full = replace(mixer, rotary=None) if has_window else mixer
     layers = [
-        Layer(
-            mixer=Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=None if has_window and window is None else rotary,
-                window=window,
-                query_key_norm=QueryKeyNorm(norm=norm, over="head"),
-            ),
-            feed_forward=gated(settings),
-            after_mixer=norm,
-            after_feed_forward=norm,
-        )
+        _post_norm(settings, full if window is None else replace(mixer, window=window), norm)
         for window in sliding_layers(settings, lambda layer: (layer + 1) % every != 0)
     ]
     return decoder(settings, layers, norm)
 
 
 def _ministral3(settings: Settings) -> DecoderSpec:
-    shape, norm, growth = heads(settings), rms(settings), None
-    section = rope_section(settings)
+    growth, section = None, rope_section(settings)
     if section is not None:
         if section.has("llama_4_scaling_beta"):
             original = "original_max_position_embeddings"
@@ -148,69 +111,39 @@ def _ministral3(settings: Settings) -> DecoderSpec:
                 beta=section.number("llama_4_scaling_beta"), original=owner.integer(key)
             )
         section.pass_over({"max_position_embeddings": "that of the model is read"})
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], _WHOLE),
-        window=settings.optional_integer("sliding_window"),
-        query_growth=growth,
-    )
-    layer = pre_norm(attention, gated(settings), norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    window = settings.optional_integer("sliding_window")
+    mixer = attention(settings, window=window, query_growth=growth)
+    return equal_layers(settings, mixer, gated(settings), rms(settings))
 
 
 def _granite_swa(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
-    scale = settings.number("residual_multiplier")
-    rotary = read_rotary(settings, shape["head_dim"], _WHOLE)
+    scaling = settings.number("attention_multiplier", above=0)
+    mixer = attention(settings, bias="attention_bias", scaling=scaling, sinks=True)
+    rotary = mixer.rotary
+    assert rotary is not None
     windows = sliding_layers(settings, lambda layer: layer % 4 != 0)
     bases = settings.items("layer_rope_theta", len(windows)) or [rotary.theta] * len(windows)
     if any(type(base) not in (int, float) or not 0 <= base < _MAX_BASE for base in bases):
         settings.refuse("layer_rope_theta", "it must have a base for each layer, or 0: no rotation")
-    layers = [
-        pre_norm(
-            Attention(
-                **shape,
-                scaling=settings.number("attention_multiplier", above=0),
-                rotary=replace(rotary, theta=float(base)) if base else None,
-                window=window,
-                sinks=True,
-                qkv_bias=has_bias,
-                out_bias=has_bias,
-            ),
-            gated(settings, bias="mlp_bias"),
-            norm,
-            residual_scale=scale,
-        )
-        for window, base in zip(windows, bases, strict=True)
+    turns = [replace(rotary, theta=float(base)) if base else None for base in bases]
+    mixers = [
+        replace(mixer, rotary=turn, window=window)
+        for window, turn in zip(windows, turns, strict=True)
     ]
-    return decoder(
-        settings,
-        layers,
-        norm,
-        embedding_scale=settings.number("embedding_multiplier"),
-        logit_scale=1 / settings.number("logits_scaling", above=0),
-    )
+    return granite_decoder(settings, mixers, gated(settings, bias="mlp_bias"))
 
 
 def _cohere2(settings: Settings) -> DecoderSpec:
-    shape, has_bias = heads(settings), settings.flag("attention_bias")
     norm = Norm(kind="layer", eps=settings.number("layer_norm_eps", above=0))
     every = settings.integer("sliding_window_pattern")
     for key, value in _COHERE_ONLY.items():
         settings.only(key, value, why="the family is built otherwise")
-    rotary = read_rotary(settings, shape["head_dim"], RotaryKind(order="pairs"))
+    mixer = attention(settings, RotaryKind(order="pairs"), bias="attention_bias")
+    full, mlp = replace(mixer, rotary=None), gated(settings)
     layers = [
         Layer(
-            mixer=Attention(
-                **shape,
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=None if window is None else rotary,
-                window=window,
-                qkv_bias=has_bias,
-                out_bias=has_bias,
-            ),
-            feed_forward=gated(settings),
+            mixer=full if window is None else replace(mixer, window=window),
+            feed_forward=mlp,
             before_mixer=norm,
             is_parallel=True,
         )
@@ -266,7 +199,7 @@ FAMILIES = (
             "layer_types": None,
         },
         LLAMA,
-        {"max_window_layers": _TRAINED_ELSEWHERE},
+        {"max_window_layers": NOT_READ},
     ),
     Family(
         "olmo2",
@@ -294,7 +227,7 @@ FAMILIES = (
         },
         names(ATTENTION, GATED, before_mixer=stored("input_layernorm")),
         dict.fromkeys(
-            ("use_embedding_sharing", "use_parallel_embedding", "layer_switch"), _TRAINED_ELSEWHERE
+            ("use_embedding_sharing", "use_parallel_embedding", "layer_switch"), NOT_READ
         ),
     ),
     Family(
@@ -356,10 +289,7 @@ FAMILIES = (
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
+            **GRANITE,
             "sliding_window": 128,
             "layer_types": None,
             "layer_rope_theta": None,

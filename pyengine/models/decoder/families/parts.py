@@ -6,11 +6,17 @@ from types import MappingProxyType
 from typing import Any
 
 from pyengine.models.decoder.names import Names
-from pyengine.models.decoder.rotary_settings import ROPE_DEFAULTS, RotaryKind, usable_positions
+from pyengine.models.decoder.rotary_settings import (
+    ROPE_DEFAULTS,
+    RotaryKind,
+    read_rotary,
+    usable_positions,
+)
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import (
     MLP,
     Activation,
+    Attention,
     DecoderSpec,
     FeedForward,
     Layer,
@@ -55,6 +61,15 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Llama's, which most families begin with."""
+
+GRANITE = dict.fromkeys(
+    ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0
+)
+"""Defaults of the factors of Granite's families."""
+NOT_READ = "transformers does not read it"
+"""Why a key of a family has no effect."""
+WHOLE = RotaryKind()
+"""Whole heads rotate."""
 
 _TRAINING = "for training"
 _SAMPLING = "a default of sampling, read from generation_config.json"
@@ -212,6 +227,22 @@ def heads(settings: Settings) -> dict[str, Any]:
     return {"heads": count, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
+def attention(
+    settings: Settings, kind: RotaryKind = WHOLE, *, bias: str = "", **more: Any
+) -> Attention:
+    """Attention whose heads rotate by `kind`, scaled by the root of their size.
+
+    `bias` is the key of the biases of all matrices, if there is one. `more` are further fields, or
+    replace these.
+    """
+    shape = heads(settings)
+    has_bias = settings.flag(bias) if bias else False
+    if "rotary" not in more:
+        more["rotary"] = read_rotary(settings, shape["head_dim"], kind)
+    usual = {"scaling": shape["head_dim"] ** -0.5, "qkv_bias": has_bias, "out_bias": has_bias}
+    return Attention(**{**shape, **usual, **more})
+
+
 def layer_count(settings: Settings) -> int:
     """The number of layers, of which a spec has one by one."""
     count = settings.integer("num_hidden_layers")
@@ -264,6 +295,17 @@ def sliding_layers(
     return [size if slide else None for slide in slides]
 
 
+def switched_layers(
+    settings: Settings, is_sliding: Callable[[int], bool], *, none: int | None = None
+) -> list[int | None]:
+    """As `sliding_layers`, for families in which none slides without `use_sliding_window`."""
+    slides = settings.flag("use_sliding_window")
+    windows = sliding_layers(settings, lambda layer: slides and is_sliding(layer), none=none)
+    if not slides and any(windows):
+        settings.refuse("use_sliding_window", "layer_types has layers whose attention slides")
+    return windows
+
+
 def decoder(
     settings: Settings,
     layers: Sequence[Layer],
@@ -284,6 +326,29 @@ def decoder(
         is_tied=settings.flag("tie_word_embeddings"),
         saved_dtype=_saved_dtype(settings),
         **more,
+    )
+
+
+def equal_layers(
+    settings: Settings, mixer: Mixer, feed_forward: FeedForward, norm: Norm, **more: Any
+) -> DecoderSpec:
+    """The spec of a decoder whose layers are alike, with a norm before each part."""
+    layer = pre_norm(mixer, feed_forward, norm)
+    return decoder(settings, [layer] * layer_count(settings), norm, **more)
+
+
+def granite_decoder(
+    settings: Settings, mixers: Sequence[Attention], feed_forward: FeedForward
+) -> DecoderSpec:
+    """The spec of a Granite model, by its factors."""
+    norm, scale = rms(settings), settings.number("residual_multiplier")
+    layers = [pre_norm(mixer, feed_forward, norm, residual_scale=scale) for mixer in mixers]
+    return decoder(
+        settings,
+        layers,
+        norm,
+        embedding_scale=settings.number("embedding_multiplier"),
+        logit_scale=1 / settings.number("logits_scaling", above=0),
     )
 
 

@@ -1,6 +1,7 @@
 """Families whose routers have sigmoids and a correction, as DeepSeek-V3's."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pyengine.models.decoder.families.experts import (
     FEW_EXPERTS,
@@ -10,8 +11,11 @@ from pyengine.models.decoder.families.experts import (
 )
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
+    NOT_READ,
     Family,
+    attention,
     decoder,
+    equal_layers,
     gated,
     heads,
     layer_count,
@@ -20,11 +24,10 @@ from pyengine.models.decoder.families.parts import (
     sliding_layers,
 )
 from pyengine.models.decoder.names import ATTENTION, GATED, MTP, PRE_NORM, names, stored, vector
-from pyengine.models.decoder.rotary_settings import RotaryKind, read_rotary, two_rotaries
+from pyengine.models.decoder.rotary_settings import RotaryKind, two_rotaries
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import (
     MLP,
-    Attention,
     DecoderSpec,
     Experts,
     Layer,
@@ -62,22 +65,21 @@ def with_shared(settings: Settings, routing: Routing) -> Experts:
 
 
 def _glm4_moe(settings: Settings) -> DecoderSpec:
-    shape, norm = heads(settings), rms(settings)
-    with_norm = settings.flag("use_qk_norm")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=0.5)),
-        query_key_norm=QueryKeyNorm(norm=norm, over="head") if with_norm else None,
+    norm = rms(settings)
+    head_norm = QueryKeyNorm(norm=norm, over="head") if settings.flag("use_qk_norm") else None
+    mixer = attention(
+        settings,
+        RotaryKind(share=0.5),
+        query_key_norm=head_norm,
         qkv_bias=settings.flag("attention_bias"),
     )
     experts, mlp = with_shared(settings, sigmoid_routing(settings)), gated(settings)
     first = settings.integer("first_k_dense_replace", 0)
     layers = [
-        pre_norm(attention, experts if layer >= first else mlp, norm)
+        pre_norm(mixer, experts if layer >= first else mlp, norm)
         for layer in range(layer_count(settings))
     ]
-    mtp_layer = pre_norm(attention, experts, norm)
+    mtp_layer = pre_norm(mixer, experts, norm)
     return decoder(settings, layers, norm, mtp_layers=mtp_layers(settings, mtp_layer))
 
 
@@ -91,7 +93,7 @@ def mtp_layers(settings: Settings, layer: Layer) -> tuple[Layer, ...]:
 
 
 def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
-    shape, norm, has_bias = heads(settings), rms(settings), settings.flag("attention_bias")
+    shape, norm = heads(settings), rms(settings)
     kind = RotaryKind(share=0.334)
     full, sliding = two_rotaries(settings, shape["head_dim"], kind, "swa_rope_theta")
     windows = _mimo_windows(settings)
@@ -100,20 +102,17 @@ def _mimo_v2_flash(settings: Settings) -> DecoderSpec:
         routing=sigmoid_routing(settings), mlp=gated(settings, size="moe_intermediate_size")
     )
     mlp, value_scale = gated(settings), settings.optional_number("attention_value_scale")
+    mixer = attention(
+        settings,
+        rotary=full,
+        value_dim=settings.integer("v_head_dim"),
+        value_scale=1.0 if value_scale is None else value_scale,
+        qkv_bias=settings.flag("attention_bias"),
+    )
+    slides = replace(mixer, kv_heads=2 * mixer.kv_heads, rotary=sliding, sinks=True)
     layers = [
         pre_norm(
-            Attention(
-                heads=shape["heads"],
-                kv_heads=shape["kv_heads"] * (1 if window is None else 2),
-                head_dim=shape["head_dim"],
-                value_dim=settings.integer("v_head_dim"),
-                scaling=shape["head_dim"] ** -0.5,
-                rotary=full if window is None else sliding,
-                window=window,
-                sinks=window is not None,
-                value_scale=1.0 if value_scale is None else value_scale,
-                qkv_bias=has_bias,
-            ),
+            mixer if window is None else replace(slides, window=window),
             experts if is_sparse else mlp,
             norm,
         )
@@ -175,17 +174,12 @@ def _minimax_m2(settings: Settings) -> DecoderSpec:
     settings.only("attn_type_list", types, why="all layers attend to all positions")
     for key, value in _MINIMAX_ONLY.items():
         settings.only(key, value, why="the family is built otherwise")
-    attention = Attention(
-        **shape,
-        scaling=shape["head_dim"] ** -0.5,
-        rotary=read_rotary(settings, shape["head_dim"], RotaryKind(share=share)),
-        query_key_norm=QueryKeyNorm(norm=norm, over="row"),
-    )
+    row_norm = QueryKeyNorm(norm=norm, over="row")
+    mixer = attention(settings, RotaryKind(share=share), query_key_norm=row_norm)
     routing = routed(
         settings, "num_local_experts", "sigmoid", is_normalised=True, has_correction=True
     )
-    layer = pre_norm(attention, Experts(routing=routing, mlp=gated(settings)), norm)
-    return decoder(settings, [layer] * layer_count(settings), norm)
+    return equal_layers(settings, mixer, Experts(routing=routing, mlp=gated(settings)), norm)
 
 
 _MINIMAX_ONLY = {
@@ -296,9 +290,7 @@ FAMILIES = (
             QWEN_EXPERTS,
             sinks=(*vector("self_attn.attention_sink_bias"), *vector("self_attn.sinks")),
         ),
-        dict.fromkeys(
-            ("attention_chunk_size", "hybrid_block_size"), "transformers does not read it"
-        ),
+        dict.fromkeys(("attention_chunk_size", "hybrid_block_size"), NOT_READ),
         {"num_local_experts": "n_routed_experts"},
     ),
 )
