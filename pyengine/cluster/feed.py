@@ -20,11 +20,9 @@ class EventSource(Protocol):
 
     def take_packed_events(self) -> tuple[bytes, bytes]:
         """See `BlockManager.take_packed_events`."""
-        ...
 
     def cached_hashes(self) -> Sequence[bytes]:
         """See `BlockManager.cached_hashes`."""
-        ...
 
 
 class EventLog:

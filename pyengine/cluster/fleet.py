@@ -24,7 +24,6 @@ class FollowedReplica(Protocol):
 
     def follow(self) -> AsyncGenerator[ReplicaUpdate]:
         """Its identity, a snapshot, then events. Ends or raises if the connection is lost."""
-        ...
 
 
 class Fleet:

@@ -20,7 +20,6 @@ class LinkedRouter(Protocol):
 
     def links(self) -> "dict[str, ReplicaLink]":
         """Links to all current replicas, by name."""
-        ...
 
 
 routers: dict[DeploymentID, LinkedRouter] = {}

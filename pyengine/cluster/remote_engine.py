@@ -43,36 +43,28 @@ class Replicas(Protocol):
 
         Raises `ReplicaLostError` if the replica is lost, `NoReplicaError` without replicas.
         """
-        ...
 
     def begun(self, key: str, num_prompt: int, num_cached: int) -> None:
         """Record the first output of a request: tokens of the prompt, and cached ones."""
-        ...
 
     def ended(self, key: str) -> None:
         """Record the end of a request."""
-        ...
 
     async def abort(self, request_id: str) -> bool:
         """Abort a running request; its stream ends with the tokens so far. False if unknown."""
-        ...
 
     async def ask(self, name: str, method: str, *args: Any) -> Any:
         """Call a method of one replica. Raises `NoReplicaError` if it is unknown."""
-        ...
 
     async def ask_all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of each replica. The result omits replicas that fail."""
-        ...
 
     def names(self) -> list[str]:
         """Names of the replicas that accept requests."""
-        ...
 
     @property
     def router(self) -> PrefixRouter | None:
         """The router; None before the first replica has joined."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

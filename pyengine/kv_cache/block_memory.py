@@ -33,31 +33,25 @@ class BlockMemory(Protocol):
     @property
     def piece_bytes(self) -> int:
         """Bytes to copy at a time, or one block."""
-        ...
 
     @property
     def shares_processors(self) -> bool:
         """True if steps run on the processors that copy."""
-        ...
 
     def block_bytes(self, group: int) -> int:
         """Bytes of a block in a layer group."""
-        ...
 
     def mark(self) -> Any:
         """A point after all work that the calling thread has queued on the device."""
-        ...
 
     def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> list[Block]:
         """See `StoredPrefix.store`. The steps that computed the blocks have ended."""
-        ...
 
     def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> list[Block]:
         """See `StoredPrefix.load`. Blocks are written after the `mark` named `after`.
 
         Steps that are queued from the return on read what was loaded.
         """
-        ...
 
 
 class HostBlocks:

@@ -20,11 +20,9 @@ class EngineStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """Outputs of all requests as they arrive."""
-        ...
 
     def close(self) -> None:
         """Abort the requests that have not finished."""
-        ...
 
 
 class EngineLoad(Protocol):
@@ -33,12 +31,10 @@ class EngineLoad(Protocol):
     @property
     def num_running(self) -> int:
         """Running sequences, or running requests of replicas."""
-        ...
 
     @property
     def num_waiting(self) -> int:
         """Waiting requests."""
-        ...
 
 
 class EngineClient(Protocol):
@@ -47,39 +43,31 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the model, or None."""
-        ...
 
     @property
     def model_path(self) -> Path:
         """The folder of the model."""
-        ...
 
     @property
     def max_pinned_blocks(self) -> int:
         """Maximum number of blocks that all pins of callers keep; 0: there are no pins."""
-        ...
 
     def describe(self) -> dict[str, object]:
         """See `AsyncEngine`."""
-        ...
 
     def get_default_sampling_params(self) -> SamplingParams:
         """See `AsyncEngine`."""
-        ...
 
     def prepare_structured_outputs(self) -> None:
         """See `AsyncEngine`."""
-        ...
 
     def compile_structured_outputs(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
     ) -> Future[Any]:
         """See `AsyncEngine`."""
-        ...
 
     def stats(self) -> EngineLoad:
         """See `AsyncEngine`."""
-        ...
 
     def request(  # noqa: PLR0913
         self,
@@ -94,31 +82,24 @@ class EngineClient(Protocol):
         thinking: StrippedThinking | None = None,
     ) -> Request:
         """See `AsyncEngine`."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> EngineStream:
         """See `AsyncEngine`."""
-        ...
 
     def load_of(self, tenant: bytes) -> EngineLoad:
         """See `AsyncEngine`."""
-        ...
 
     def check_room(self, tenant: bytes = b"") -> None:
         """See `AsyncEngine`."""
-        ...
 
     async def abort(self, request_id: str) -> bool:
         """See `AsyncEngine`."""
-        ...
 
     async def drain(self, timeout: float | None = None) -> bool:
         """See `AsyncEngine`."""
-        ...
 
     def check_health(self) -> None:
         """See `AsyncEngine`."""
-        ...
 
 
 class Observers(Protocol):
@@ -127,15 +108,12 @@ class Observers(Protocol):
     @property
     def routers(self) -> Sequence[APIRouter]:
         """Routers of /metrics and /kv."""
-        ...
 
     def open(self) -> None:
         """Start with the server."""
-        ...
 
     async def close(self) -> None:
         """Stop with the server."""
-        ...
 
 
 MakeObservers: TypeAlias = Callable[[Any, ServerSettings, str, Callable[[], bool]], Observers]

@@ -65,15 +65,12 @@ class MeteredEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """See `EngineClient.stats`."""
-        ...
 
     def describe(self) -> dict[str, object]:
         """See `EngineClient.describe`."""
-        ...
 
     def observe(self, observer: Any) -> None:
         """See `EngineClient.observe`."""
-        ...
 
 
 @dataclass(slots=True)

@@ -40,11 +40,9 @@ class ViewedEngine(Protocol):
 
     async def view(self, max_requests: int = ...) -> EngineView:
         """See `AsyncEngine.view`."""
-        ...
 
     def describe(self) -> dict[str, object]:
         """See `EngineClient.describe`."""
-        ...
 
 
 class FrameBroadcaster(ABC):
