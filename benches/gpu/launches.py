@@ -74,7 +74,7 @@ class Launches(TorchDispatchMode):
             stack.enter_context(patch("pyengine.kernels.has_kernels", lambda _device: True))
             for name in ("add_norm", "gate", "grouped_linear"):
                 module = import_module(f"pyengine.kernels.{name}")
-                stack.enter_context(patch.object(module, "_compiled", _Kernel(name, self.counts)))
+                stack.enter_context(patch.object(module, "_kernel", _Kernel(name, self.counts)))
             yield
 
 

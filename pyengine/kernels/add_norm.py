@@ -1,12 +1,10 @@
 """Sum and norm of rows as one Triton kernel: a program normalises one row."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 
 class RowNorm(NamedTuple):
@@ -23,17 +21,18 @@ class RowNorm(NamedTuple):
     is_centred: bool
 
 
+@triton.jit
 def _kernel(  # noqa: PLR0913, PLR0917
-    rows: "Any",
-    change: "Any",
-    weight: "Any",
-    bias: "Any",
-    total: "Any",
-    out: "Any",
-    row_strides: "Any",
-    change_strides: "Any",
-    scale: "Any",
-    eps: "Any",
+    rows,
+    change,
+    weight,
+    bias,
+    total,
+    out,
+    row_strides,
+    change_strides,
+    scale,
+    eps,
     heads: tl.constexpr,
     size: tl.constexpr,
     offset: tl.constexpr,
@@ -62,9 +61,6 @@ def _kernel(  # noqa: PLR0913, PLR0917
     tl.store(out + target, row.to(out.dtype.element_ty), mask=mask)
 
 
-_compiled: Any = triton.jit(_kernel)
-
-
 def add_norm(
     rows: torch.Tensor, change: torch.Tensor | None, scale: float, norm: RowNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +76,7 @@ def add_norm(
     size = rows.shape[-1]
     heads = rows.shape[1] if rows.dim() == 3 else 1
     block = triton.next_power_of_2(size)
-    _compiled[(len(rows), heads)](
+    _kernel[(len(rows), heads)](
         rows,
         change,
         norm.weight,

@@ -5,8 +5,6 @@ ahead of the chosen one. Then :mod:`.floors` finds the logit of the last wanted 
 that reach it are read again.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,33 +13,32 @@ from pyengine.kernels import ALIGNED
 from pyengine.kernels.draw import PART, TOP_K, Draws, weight_sums
 from pyengine.kernels.floors import find_live, rank_floors
 
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
-
 _WIDTH = 512
 """Logits that a program reads at once."""
 _WARPS = 8
 
 
-def _best(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    rows: "Any",
-    tokens: "Any",
-    peaks: "Any",
-    sums: "Any",
-    ahead: "Any",
-    floors: "Any",
-    numbers_above: "Any",
-    live: "Any",
-    normalisers: "Any",
-    logprobs: "Any",
-    ranks: "Any",
-    best_ids: "Any",
-    best_logits: "Any",
-    stride: "Any",
-    vocab_size: "Any",
-    num_parts: "Any",
-    num_programs: "Any",
-    num_logprobs: "Any",
+@triton.jit(do_not_specialize=["num_logprobs"])
+def _best_kernel(  # noqa: PLR0913, PLR0917
+    logits,
+    rows,
+    tokens,
+    peaks,
+    sums,
+    ahead,
+    floors,
+    numbers_above,
+    live,
+    normalisers,
+    logprobs,
+    ranks,
+    best_ids,
+    best_logits,
+    stride,
+    vocab_size,
+    num_parts,
+    num_programs,
+    num_logprobs,
     has_best: tl.constexpr,
     part: tl.constexpr,
     max_parts: tl.constexpr,
@@ -92,9 +89,6 @@ def _best(  # noqa: PLR0913, PLR0917
             start += width
 
 
-_compiled_best: Any = triton.jit(_best, do_not_specialize=["most"])
-
-
 def best_tokens(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, num_logprobs: int
 ) -> tuple[torch.Tensor, ...]:
@@ -118,7 +112,7 @@ def best_tokens(
     ranks = torch.empty(count, dtype=torch.int64, device=device)
     ids = torch.zeros(count, num_logprobs, dtype=torch.int64, device=device)
     values = torch.full((count, num_logprobs), -torch.inf, device=device)
-    _compiled_best[(count,)](
+    _best_kernel[(count,)](
         logits,
         rows,
         tokens,

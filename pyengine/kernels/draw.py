@@ -8,13 +8,10 @@ reads that part again. Weights are float64.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 PART = 256
 """Logits of a part: 512 bytes of bfloat16, few enough that most parts have no likely token."""
@@ -23,15 +20,10 @@ _PARTS = 16
 _WARPS = 8
 
 
-def _weights(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    at: "Any",
-    is_read: "Any",
-    floor: "Any",
-    peak: "Any",
-    min_p: "Any",
-    temperature: "Any",
-) -> "Any":
+@triton.jit
+def _load(  # noqa: PLR0913, PLR0917
+    logits, at, is_read, floor, peak, min_p, temperature
+):
     """Logits as float64, and which of them have a weight: NaN is one of them."""
     values = tl.load(logits + at, mask=is_read, other=-float("inf")).to(tl.float32)
     kept = is_read & (values != -float("inf")) & ((values >= floor) | (values != values))
@@ -42,20 +34,18 @@ def _weights(  # noqa: PLR0913, PLR0917
     return values, kept
 
 
-_load: Any = triton.jit(_weights)
-
-
-def _sums(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    rows: "Any",
-    settings: "Any",
-    tokens: "Any",
-    peaks: "Any",
-    sums: "Any",
-    ahead: "Any",
-    stride: "Any",
-    vocab_size: "Any",
-    num_parts: "Any",
+@triton.jit
+def _sums_kernel(  # noqa: PLR0913, PLR0917
+    logits,
+    rows,
+    settings,
+    tokens,
+    peaks,
+    sums,
+    ahead,
+    stride,
+    vocab_size,
+    num_parts,
     has_tokens: tl.constexpr,
     part: tl.constexpr,
     parts: tl.constexpr,
@@ -81,22 +71,20 @@ def _sums(  # noqa: PLR0913, PLR0917
         tl.store(ahead + row * tl.num_programs(1) + block, count)
 
 
-_compiled_sums: Any = triton.jit(_sums)
-
-
-def _kept_sums(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    rows: "Any",
-    settings: "Any",
-    floors: "Any",
-    row_peaks: "Any",
-    peaks: "Any",
-    sums: "Any",
-    kept_sums: "Any",
-    stride: "Any",
-    pitch: "Any",
-    vocab_size: "Any",
-    num_parts: "Any",
+@triton.jit
+def _kept_sums_kernel(  # noqa: PLR0913, PLR0917
+    logits,
+    rows,
+    settings,
+    floors,
+    row_peaks,
+    peaks,
+    sums,
+    kept_sums,
+    stride,
+    pitch,
+    vocab_size,
+    num_parts,
     part: tl.constexpr,
     parts: tl.constexpr,
 ) -> None:
@@ -127,22 +115,20 @@ def _kept_sums(  # noqa: PLR0913, PLR0917
     tl.store(kept_sums + row * num_parts + ids, left, mask=there)
 
 
-_compiled_kept_sums: Any = triton.jit(_kept_sums)
-
-
-def _choice(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    rows: "Any",
-    settings: "Any",
-    floors: "Any",
-    peaks: "Any",
-    sums: "Any",
-    numbers: "Any",
-    tokens: "Any",
-    stride: "Any",
-    pitch: "Any",
-    vocab_size: "Any",
-    num_parts: "Any",
+@triton.jit
+def _choice_kernel(  # noqa: PLR0913, PLR0917
+    logits,
+    rows,
+    settings,
+    floors,
+    peaks,
+    sums,
+    numbers,
+    tokens,
+    stride,
+    pitch,
+    vocab_size,
+    num_parts,
     is_filtered: tl.constexpr,
     part: tl.constexpr,
     max_parts: tl.constexpr,
@@ -184,9 +170,6 @@ def _choice(  # noqa: PLR0913, PLR0917
     broken = tl.min(tl.where((values != values) | (values == float("inf")), at, vocab_size), 0)
     token = tl.where(broken < vocab_size, broken, token)
     tl.store(tokens + row, token.to(tl.int64))
-
-
-_compiled_choice: Any = triton.jit(_choice)
 
 
 TEMPERATURE, MIN_P, TOP_K, TOP_P = range(4)
@@ -253,7 +236,7 @@ def weight_sums(
     ahead = None
     if tokens is not None:
         ahead = torch.empty(count, num_programs, dtype=torch.int32, device=device)
-    _compiled_sums[(count, num_programs)](
+    _sums_kernel[(count, num_programs)](
         draws.logits,
         draws.rows,
         draws.settings,
@@ -275,7 +258,7 @@ def weight_sums(
 def kept_sums(draws: Draws, sums: Sums, floors: Floors) -> Sums:
     """Sum the weights that min-p and `floors` leave in each part."""
     left = torch.empty_like(sums.sums)
-    _compiled_kept_sums[(len(draws.rows), triton.cdiv(draws.num_parts, _PARTS))](
+    _kept_sums_kernel[(len(draws.rows), triton.cdiv(draws.num_parts, _PARTS))](
         draws.logits,
         draws.rows,
         draws.settings,
@@ -302,7 +285,7 @@ def choose(draws: Draws, sums: Sums, floors: Floors | None, numbers: torch.Tenso
     leave. Returns int64 `[R]`. A row without any weight gives a token that has none.
     """
     tokens = torch.empty(len(draws.rows), dtype=torch.int64, device=draws.logits.device)
-    _compiled_choice[(len(draws.rows),)](
+    _choice_kernel[(len(draws.rows),)](
         draws.logits,
         draws.rows,
         draws.settings,

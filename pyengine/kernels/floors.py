@@ -8,8 +8,6 @@ down: each round sums the weights above 8 marks, and leaves the candidates betwe
 Weights and sums are float64, added in an order that depends on the row alone.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -27,8 +25,6 @@ from pyengine.kernels.draw import (
     weight_sums,
 )
 
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
-
 _WIDTH = 512
 """Candidates that a program reads at once."""
 _MARKS = 8
@@ -38,36 +34,33 @@ _ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Bits that are 0 in each logit of a type, as float32."""
 
 
-def _key_of(values: "Any", shift: tl.constexpr) -> "Any":
+@triton.jit
+def _keys(values, shift: tl.constexpr):
     """Integers in the order of float32 values; 0 and -0 are equal."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> shift
 
 
-_keys: Any = triton.jit(_key_of)
-
-
-def _value_of(key: "Any", shift: tl.constexpr) -> "Any":
+@triton.jit
+def _value(key, shift: tl.constexpr):
     """The float32 value of a key."""
     low: tl.constexpr = (1 << shift) - 1
     bits = key.to(tl.int32) << shift
     return tl.where(bits < 0, (bits | low) ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
-_value: Any = triton.jit(_value_of)
-
-
-def _bound_of(  # noqa: PLR0913, PLR0917
-    keys: "Any",
-    shares: "Any",
-    weights: "Any",
-    sizes: "Any",
-    peak: "Any",
-    temperature: "Any",
-    target: "Any",
+@triton.jit
+def _bound(  # noqa: PLR0913, PLR0917
+    keys,
+    shares,
+    weights,
+    sizes,
+    peak,
+    temperature,
+    target,
     is_weighted: tl.constexpr,
     shift: tl.constexpr,
-) -> "Any":
+):
     """A key from which on candidates reach `target`, by what is known of the parts.
 
     A part whose largest logit reaches a mark has at least that token above it, and at least its
@@ -88,10 +81,8 @@ def _bound_of(  # noqa: PLR0913, PLR0917
     return low
 
 
-_bound: Any = triton.jit(_bound_of)
-
-
-def _live_parts(live: "Any", is_live: "Any", parts: "Any") -> "Any":
+@triton.jit
+def find_live(live, is_live, parts):
     """Write the numbers of the parts that are live, in order; returns how many."""
     tl.debug_barrier()  # earlier ones were read
     index = tl.cumsum(is_live.to(tl.int32), 0) - 1
@@ -100,23 +91,21 @@ def _live_parts(live: "Any", is_live: "Any", parts: "Any") -> "Any":
     return tl.sum(is_live.to(tl.int32), 0)
 
 
-find_live: Any = triton.jit(_live_parts)
-
-
-def _collect_from(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    live: "Any",
-    num_live: "Any",
-    vocab_size: "Any",
-    candidates: "Any",
-    low: "Any",
-    peak: "Any",
-    min_p: "Any",
-    temperature: "Any",
+@triton.jit
+def _collect(  # noqa: PLR0913, PLR0917
+    logits,
+    live,
+    num_live,
+    vocab_size,
+    candidates,
+    low,
+    peak,
+    min_p,
+    temperature,
     shift: tl.constexpr,
     part: tl.constexpr,
     width: tl.constexpr,
-) -> "Any":
+):
     """Write the logits of live parts whose keys reach `low`, in order of id; returns how many."""
     lanes = tl.arange(0, width)
     count = 0
@@ -137,17 +126,8 @@ def _collect_from(  # noqa: PLR0913, PLR0917
     return count
 
 
-_collect: Any = triton.jit(_collect_from)
-
-
-def _weight_of(
-    candidates: "Any",
-    index: "Any",
-    count: "Any",
-    peak: "Any",
-    temperature: "Any",
-    is_weighted: tl.constexpr,
-) -> "Any":
+@triton.jit
+def _candidates(candidates, index, count, peak, temperature, is_weighted: tl.constexpr):
     """Candidates and their weights, or 1 each."""
     is_read = index < count
     values = tl.load(candidates + index, mask=is_read, other=-float("inf"))
@@ -158,12 +138,8 @@ def _weight_of(
     return values, tl.where(is_read, weights, 0.0)
 
 
-_candidates: Any = triton.jit(_weight_of)
-
-
-def _sum_of(
-    candidates: "Any", count: "Any", peak: "Any", temperature: "Any", width: tl.constexpr
-) -> "Any":
+@triton.jit
+def _sum(candidates, count, peak, temperature, width: tl.constexpr):
     """The weight of all candidates."""
     lanes = tl.arange(0, width)
     sums = tl.zeros((width,), tl.float64)
@@ -175,21 +151,19 @@ def _sum_of(
     return tl.sum(sums, 0)
 
 
-_sum: Any = triton.jit(_sum_of)
-
-
-def _floor_among(  # noqa: PLR0913, PLR0917
-    candidates: "Any",
-    count: "Any",
-    low: "Any",
-    peak: "Any",
-    temperature: "Any",
-    target: "Any",
+@triton.jit
+def _narrow(  # noqa: PLR0913, PLR0917
+    candidates,
+    count,
+    low,
+    peak,
+    temperature,
+    target,
     is_weighted: tl.constexpr,
     shift: tl.constexpr,
     width: tl.constexpr,
     marks: tl.constexpr,
-) -> "Any":
+):
     """The largest key from which on candidates reach `target`, and the weight above it.
 
     `candidates` are those from `low` on, which reach it.
@@ -236,24 +210,22 @@ def _floor_among(  # noqa: PLR0913, PLR0917
     return low, above
 
 
-_narrow: Any = triton.jit(_floor_among)
-
-
-def _floors(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    rows: "Any",
-    settings: "Any",
-    peaks: "Any",
-    sums: "Any",
-    live: "Any",
-    candidates: "Any",
-    floors: "Any",
-    row_peaks: "Any",
-    numbers_above: "Any",
-    stride: "Any",
-    pitch: "Any",
-    vocab_size: "Any",
-    num_parts: "Any",
+@triton.jit
+def _floors_kernel(  # noqa: PLR0913, PLR0917
+    logits,
+    rows,
+    settings,
+    peaks,
+    sums,
+    live,
+    candidates,
+    floors,
+    row_peaks,
+    numbers_above,
+    stride,
+    pitch,
+    vocab_size,
+    num_parts,
     min_p_at: tl.constexpr,
     top_k_at: tl.constexpr,
     top_p_at: tl.constexpr,
@@ -318,9 +290,6 @@ def _floors(  # noqa: PLR0913, PLR0917
     tl.store(numbers_above + row, above.to(tl.int32))
 
 
-_compiled_floors: Any = triton.jit(_floors)
-
-
 def rank_floors(draws: Draws, sums: Sums) -> Floors:
     """Find the lowest logit of each row inside top-k, then top-p.
 
@@ -333,7 +302,7 @@ def rank_floors(draws: Draws, sums: Sums) -> Floors:
     device = draws.logits.device
     floors, row_peaks = torch.empty(2, count, dtype=torch.float32, device=device)
     above = torch.empty(count, dtype=torch.int32, device=device)
-    _compiled_floors[(count,)](
+    _floors_kernel[(count,)](
         draws.logits,
         draws.rows,
         draws.settings,

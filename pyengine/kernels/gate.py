@@ -1,12 +1,10 @@
 """Gated activations as one Triton kernel."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 _BLOCK = 1024
 
@@ -23,10 +21,11 @@ class Gate(NamedTuple):
     limit: float = 0.0
 
 
+@triton.jit
 def _kernel(  # noqa: PLR0913, PLR0917
-    rows: "Any",
-    out: "Any",
-    row_stride: "Any",
+    rows,
+    out,
+    row_stride,
     size: tl.constexpr,
     activation: tl.constexpr,
     alpha: tl.constexpr,
@@ -57,9 +56,6 @@ def _kernel(  # noqa: PLR0913, PLR0917
     tl.store(out + token * size + at, result.to(out.dtype.element_ty), mask=mask)
 
 
-_compiled: Any = triton.jit(_kernel)
-
-
 def gated(rows: torch.Tensor, gate: Gate) -> torch.Tensor:
     """The products `[T, size]` of rows `[T, 2 size]`, gates first; rounded once.
 
@@ -69,7 +65,7 @@ def gated(rows: torch.Tensor, gate: Gate) -> torch.Tensor:
     out = rows.new_empty(len(rows), size)
     if not out.numel():
         return out
-    _compiled[(len(rows), -(-size // _BLOCK))](
+    _kernel[(len(rows), -(-size // _BLOCK))](
         rows,
         out,
         rows.stride(0),

@@ -11,13 +11,9 @@ read, 128 inputs with one scale, as in DeepSeek-V3 (arXiv:2412.19437, section 3.
 Sizes of tiles are estimates: they have not been measured on a GPU.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 SCALED_INPUTS = 128
 """The inputs of a row that share a scale, if the weight is in 8-bit floats."""
@@ -27,19 +23,20 @@ _OUTPUTS = 128
 """Of a tile."""
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
 def _kernel(  # noqa: PLR0913, PLR0917
-    rows: "Any",
-    weight: "Any",
-    out: "Any",
-    order: "Any",
-    ends: "Any",
-    bias: "Any",
-    scales: "Any",
-    factors: "Any",
-    num_pairs: "Any",
-    row_stride: "Any",
-    weight_strides: "Any",
-    scale_strides: "Any",
+    rows,
+    weight,
+    out,
+    order,
+    ends,
+    bias,
+    scales,
+    factors,
+    num_pairs,
+    row_stride,
+    weight_strides,
+    scale_strides,
     inputs: tl.constexpr,
     outputs: tl.constexpr,
     choices: tl.constexpr,
@@ -109,9 +106,6 @@ def _kernel(  # noqa: PLR0913, PLR0917
         tl.store(target, total.to(out.dtype.element_ty), mask=mask)
 
 
-_compiled: Any = triton.jit(_kernel, do_not_specialize=["num_pairs"])
-
-
 def grouped_linear(  # noqa: PLR0913, PLR0917
     rows: torch.Tensor,
     weight: torch.Tensor,
@@ -144,7 +138,7 @@ def grouped_linear(  # noqa: PLR0913, PLR0917
     if scales is not None:
         scaled_outputs = 1 if scales.shape[1] == outputs else SCALED_INPUTS
         scaled_inputs = SCALED_INPUTS if scales.shape[2] > 1 else inputs
-    _compiled[(num_blocks, -(-outputs // _OUTPUTS))](
+    _kernel[(num_blocks, -(-outputs // _OUTPUTS))](
         rows,
         weight,
         out,

@@ -1,44 +1,35 @@
 """The KV write as one Triton kernel: a program per token, keys and values."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
-
-def _finite(row: "Any") -> "Any":
+@triton.jit
+def is_finite(row):
+    """True for each number in float32 that is neither NaN nor infinite."""
     return tl.abs(row) < float("inf")
 
 
-is_finite: Any = triton.jit(_finite)
-"""True for each number in float32 that is neither NaN nor infinite."""
-
-
-def _stored(
-    target: "Any", row: "Any", mask: "Any", inverse_scale: "Any", largest: tl.constexpr
-) -> None:
+@triton.jit
+def store_limited(target, row, mask, inverse_scale, largest: tl.constexpr) -> None:
+    """Store float32 numbers; in 8-bit floats divided by their scale and limited to `largest`."""
     if largest > 0:
         row = tl.where(is_finite(row), row, float("nan")) * inverse_scale
         row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     tl.store(target, row.to(target.dtype.element_ty), mask=mask)
 
 
-store_limited: Any = triton.jit(_stored)
-"""Stores numbers in float32, for 8-bit floats divided by their scale and limited to `largest`."""
-
-
+@triton.jit
 def _kernel(  # noqa: PLR0913, PLR0917
-    key: "Any",
-    value: "Any",
-    key_cache: "Any",
-    value_cache: "Any",
-    slots: "Any",
-    key_strides: "Any",
-    value_strides: "Any",
-    inverse_scales: "Any",
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slots,
+    key_strides,
+    value_strides,
+    inverse_scales,
     heads: tl.constexpr,
     dim_k: tl.constexpr,
     dim_v: tl.constexpr,
@@ -69,8 +60,6 @@ def _kernel(  # noqa: PLR0913, PLR0917
         )
 
 
-_compiled: Any = triton.jit(_kernel)
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -89,7 +78,7 @@ def write_rows(
         return
     (heads, dim_k), dim_v = key.shape[1:], value.shape[2]
     dtype = key_cache.dtype
-    _compiled[(len(slots),)](
+    _kernel[(len(slots),)](
         key,
         value,
         key_cache,

@@ -1,12 +1,8 @@
 """Masks of allowed tokens as a Triton kernel: logits of forbidden ones become -inf."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 _BLOCK = 4096
 """Logits of a program."""
@@ -15,15 +11,9 @@ _WORD = 32
 _WARPS = 8
 
 
-def _forbid(  # noqa: PLR0913, PLR0917
-    logits: "Any",
-    rows: "Any",
-    words: "Any",
-    stride: "Any",
-    vocab_size: "Any",
-    num_words: "Any",
-    word: tl.constexpr,
-    block: tl.constexpr,
+@triton.jit
+def _forbid_kernel(  # noqa: PLR0913, PLR0917
+    logits, rows, words, stride, vocab_size, num_words, word: tl.constexpr, block: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
@@ -33,9 +23,6 @@ def _forbid(  # noqa: PLR0913, PLR0917
     tl.store(target, tl.full((block,), -float("inf"), tl.float32), mask=is_out & (at < vocab_size))
 
 
-_compiled_forbid: Any = triton.jit(_forbid)
-
-
 def forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
     """Set the logits of forbidden tokens to -inf, in place.
 
@@ -43,7 +30,7 @@ def forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> Non
     `words`: int32 `[R, W]`; bit i of word w allows token 32 w + i, later tokens are forbidden.
     """
     vocab_size = logits.shape[1]
-    _compiled_forbid[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+    _forbid_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
         logits,
         rows,
         words,

@@ -3,8 +3,6 @@
 A program turns one head of a token: a query, or a key, whose value it writes, too.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,21 +10,20 @@ import triton.language as tl
 from pyengine.kernels.kv_write import Pair, is_finite, store_limited
 from pyengine.kernels.rope import Rotation
 
-# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
-
 _WARPS = 1
 """Of a program: a head has some hundred numbers at most."""
 
 
-def _turned(  # noqa: PLR0913, PLR0917
-    source: "Any",
-    step: "Any",
-    weight: "Any",
-    angles: "Any",
-    target: "Any",
-    eps: "Any",
-    inverse_scale: "Any",
-    is_whole: "Any",
+@triton.jit
+def _turn(  # noqa: PLR0913, PLR0917
+    source,
+    step,
+    weight,
+    angles,
+    target,
+    eps,
+    inverse_scale,
+    is_whole,
     dim: tl.constexpr,
     half: tl.constexpr,
     stride: tl.constexpr,
@@ -67,28 +64,26 @@ def _turned(  # noqa: PLR0913, PLR0917
     store_limited(target + rest_at, rest, stays, inverse_scale, largest)
 
 
-_turn: Any = triton.jit(_turned)
-
-
+@triton.jit
 def _kernel(  # noqa: PLR0913, PLR0917
-    query: "Any",
-    key: "Any",
-    value: "Any",
-    out: "Any",
-    key_cache: "Any",
-    value_cache: "Any",
-    slots: "Any",
-    cos: "Any",
-    sin: "Any",
-    query_weight: "Any",
-    key_weight: "Any",
-    query_strides: "Any",
-    key_strides: "Any",
-    value_strides: "Any",
-    cos_strides: "Any",
-    sin_strides: "Any",
-    inverse_scales: "Any",
-    eps: "Any",
+    query,
+    key,
+    value,
+    out,
+    key_cache,
+    value_cache,
+    slots,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    query_strides,
+    key_strides,
+    value_strides,
+    cos_strides,
+    sin_strides,
+    inverse_scales,
+    eps,
     query_heads: tl.constexpr,
     kv_heads: tl.constexpr,
     dim_k: tl.constexpr,
@@ -138,9 +133,6 @@ def _kernel(  # noqa: PLR0913, PLR0917
             )  # fmt: skip
 
 
-_compiled: Any = triton.jit(_kernel)
-
-
 def write_rotated(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     caches: Pair,
@@ -162,7 +154,7 @@ def write_rotated(
     kv_heads, layout, norm = key.shape[1], rotation.layout, rotation.norm
     half, in_halves = layout.size // 2, layout.order == "halves"
     dtype = key_cache.dtype
-    _compiled[(num_tokens, query_heads + kv_heads)](
+    _kernel[(num_tokens, query_heads + kv_heads)](
         query,
         key,
         value,

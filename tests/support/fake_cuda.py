@@ -261,4 +261,4 @@ def kernels_warmed_up() -> Iterator[list[Any]]:
 
 def _is_launched(name: str) -> bool:
     """True for a module's kernels, false for functions that kernels call."""
-    return name.startswith("_compiled")
+    return name.endswith("_kernel")

@@ -64,7 +64,7 @@ def compare_cases() -> None:
 
 def to_machine_code() -> None:
     """For GPUs of several generations."""
-    from pyengine.kernels.add_norm import _compiled
+    from pyengine.kernels.add_norm import _kernel
 
     tensors = ("rows", "change", "weight", "bias", "total", "out")
     kinds: dict[str, Any] = {
@@ -74,10 +74,10 @@ def to_machine_code() -> None:
     }
     constants = {"heads": 1, "size": 4096, "offset": 1.0, "is_centred": False, "block": 4096}
     for capability in (80, 90, 100):
-        assert len(machine_code(_compiled, kinds, constants, capability, 8)) > 1000
+        assert len(machine_code(_kernel, kinds, constants, capability, 8)) > 1000
     own = {name: kind for name, kind in kinds.items() if name not in ("change", "total", "bias")}
     constants = {**constants, "change": None, "total": None, "bias": None, "is_centred": True}
-    assert len(machine_code(_compiled, own, constants, 90, 8)) > 1000
+    assert len(machine_code(_kernel, own, constants, 90, 8)) > 1000
 
 
 @needs_triton

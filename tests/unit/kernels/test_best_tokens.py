@@ -126,6 +126,18 @@ def test_log_probabilities_are_those_of_the_cpu(check: str) -> None:
     run_apart(__name__, check, TRITON_INTERPRET="1")
 
 
+def check_specialisation() -> None:
+    from pyengine.kernels.best_tokens import _best_kernel
+
+    free = {parameter.name for parameter in _best_kernel.params if parameter.do_not_specialize}
+    assert free == {"num_logprobs"}
+
+
+@needs_triton
+def test_the_kernel_is_not_compiled_again_for_another_number_of_tokens() -> None:
+    run_apart(__name__, "check_specialisation")
+
+
 @needs_triton
 @pytest.mark.soak
 def test_log_probabilities_are_those_of_the_cpu_in_many_cases() -> None:

@@ -109,7 +109,7 @@ def compare_scaled() -> None:
 
 def to_machine_code() -> None:
     """For GPUs of several generations."""
-    from pyengine.kernels.grouped_linear import _compiled
+    from pyengine.kernels.grouped_linear import _kernel
 
     kinds: dict[str, Any] = {
         **dict.fromkeys(("rows", "weight", "out", "bias"), "*bf16"),
@@ -137,7 +137,7 @@ def to_machine_code() -> None:
         if not is_scaled:
             constants["scales"] = None
             del own["scales"]
-        assert len(machine_code(_compiled, own, constants, capability, 4)) > 1000
+        assert len(machine_code(_kernel, own, constants, capability, 4)) > 1000
 
 
 @needs_triton

@@ -73,7 +73,7 @@ def compare() -> None:
 
 def to_machine_code() -> None:
     """For GPUs of two generations."""
-    from pyengine.kernels.kv_write import _compiled
+    from pyengine.kernels.kv_write import _kernel
 
     constants = {"heads": 8, "dim_k": 128, "dim_v": 128, "block_heads": 8}
     constants |= {"block_k": 128, "block_v": 128}
@@ -83,13 +83,13 @@ def to_machine_code() -> None:
         (90, "*fp8e4nv", 448.0),
     ):
         kinds = {
-            **dict.fromkeys(_compiled.arg_names, "*bf16"),
+            **dict.fromkeys(_kernel.arg_names, "*bf16"),
             **{"key_cache": stored, "value_cache": stored, "slots": "*i64"},
             **{"key_strides": ("i32",) * 3, "value_strides": ("i32",) * 3},
             "inverse_scales": ("fp32",) * 2,
         }
         options = {**constants, "largest": largest}
-        assert len(machine_code(_compiled, kinds, options, capability, 4)) > 1000
+        assert len(machine_code(_kernel, kinds, options, capability, 4)) > 1000
 
 
 @needs_triton

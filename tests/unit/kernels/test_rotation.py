@@ -165,7 +165,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
 
 def to_machine_code() -> None:
     """For GPUs of two generations, with all options of a layer."""
-    from pyengine.kernels.rotation import _WARPS, _compiled
+    from pyengine.kernels.rotation import _WARPS, _kernel
 
     constants = {
         "query_heads": 16,
@@ -190,13 +190,13 @@ def to_machine_code() -> None:
     ):
         for weight in ({"query_weight": None, "key_weight": None}, {}):
             kinds = {
-                **dict.fromkeys(_compiled.arg_names, "*bf16"),
+                **dict.fromkeys(_kernel.arg_names, "*bf16"),
                 **{"key_cache": stored, "value_cache": stored, "slots": "*i64", "eps": "fp32"},
                 **strides,
                 "inverse_scales": ("fp32",) * 2,
             }
             options = {**constants, "largest": largest, **weight}
-            assert len(machine_code(_compiled, kinds, options, capability, _WARPS)) > 1000
+            assert len(machine_code(_kernel, kinds, options, capability, _WARPS)) > 1000
 
 
 @needs_triton
