@@ -12,6 +12,7 @@ from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine, Replicas
 from pyengine.errors import NoReplicaError
 from pyengine.server.dashboard.page import FrameBroadcaster, page_router
+from pyengine.server.histograms import family
 from pyengine.server.metrics import Families, exposed
 from pyengine.server.settings import ServerSettings
 
@@ -47,17 +48,15 @@ def merged(replica_metrics: Iterable[Sequence[Metric]], model_name: str) -> list
 
 def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
     """Counters of a router, and gauges of each replica."""
+    own = {"model_name": model_name}
     for name, field, help in _COUNTERS:
-        counter = CounterMetricFamily(f"pyengine:router_{name}", help, labels=["model_name"])
-        counter.add_metric([model_name], getattr(router.stats, field))
-        yield counter
+        count = getattr(router.stats, field)
+        yield family(CounterMetricFamily, f"pyengine:router_{name}", help, [(own, count)])
     for name, help, value in (
         ("imbalance", "Requests of the busiest replica over the mean.", router.imbalance),
         ("cached_blocks", "Distinct cached blocks of all replicas.", router.num_hashes),
     ):
-        gauge = GaugeMetricFamily(f"pyengine:router_{name}", help, labels=["model_name"])
-        gauge.add_metric([model_name], value)
-        yield gauge
+        yield family(GaugeMetricFamily, f"pyengine:router_{name}", help, [(own, value)])
     replicas = router.replicas()
     for name, field, help in (
         ("requests", "num_requests", "Requests of the replica in progress."),
@@ -65,11 +64,11 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
         ("current", "is_current", "1 if no event is missing."),
         ("routed", "num_routed", "Requests sent to the replica."),
     ):
-        labels = ["model_name", "engine"]
-        gauge = GaugeMetricFamily(f"pyengine:router_replica_{name}", help, labels=labels)
-        for replica in replicas:
-            gauge.add_metric([model_name, replica.name], float(getattr(replica, field)))
-        yield gauge
+        samples = [
+            ({**own, "engine": replica.name}, float(getattr(replica, field)))
+            for replica in replicas
+        ]
+        yield family(GaugeMetricFamily, f"pyengine:router_replica_{name}", help, samples)
 
 
 class ClusterObservers:

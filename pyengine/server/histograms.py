@@ -1,9 +1,15 @@
-"""Histograms of the metrics: buckets as vLLM has them, and times between tokens."""
+"""Families of metrics; histograms: buckets as vLLM has them, and times between tokens."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.utils import floatToGoString
 
 from pyengine.request.request import SequenceState
@@ -28,6 +34,23 @@ def one_two_five(limit: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50, ... up to `limit`."""
     steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= limit)
+
+
+Sample: TypeAlias = tuple[Mapping[str, str], float]
+"""A value with its labels."""
+
+
+def family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    help: str,
+    samples: Sequence[Sample],
+) -> Metric:
+    """A family of metrics in prometheus-client's form; all samples have the same labels."""
+    metric = kind(name, help, labels=list(samples[0][0]) if samples else ())
+    for labels, value in samples:
+        metric.add_metric(list(labels.values()), value)
+    return metric
 
 
 class Histogram:

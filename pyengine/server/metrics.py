@@ -6,7 +6,7 @@ read at scrape time.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
@@ -29,7 +29,9 @@ from pyengine.server.histograms import (
     SEQUENCE_BUCKETS,
     STEP_TOKEN_BUCKETS,
     Histogram,
+    Sample,
     TokenGaps,
+    family,
     one_two_five,
 )
 
@@ -38,6 +40,42 @@ FINISH_REASONS = ("error", "abort", "length", "stop")
 _MAX_TOKENS = 1 << 17
 """Largest bucket of token counts if the engine does not name a context length."""
 _SHARED_BLOCKS = ("hit_blocks", "already_cached_blocks", "merged_blocks", "forked_blocks")
+_BLOCK_STATES = ("free", "evictable", "active", "pinned", "loading")
+_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS),
+    (
+        "inter_token_latency_seconds",
+        "From step to step in which a sample got a token.",
+        PER_TOKEN_BUCKETS,
+    ),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean time between the tokens of a request.",
+        PER_TOKEN_BUCKETS,
+    ),
+    *(
+        (f"{name}_seconds", help, REQUEST_BUCKETS)
+        for name, help in (
+            ("e2e_request_latency", "From arrival to the end, aborted requests included."),
+            ("request_queue_time", "From arrival to the first step of a request."),
+            ("request_inference_time", "From the first step of a request to its end."),
+            ("request_prefill_time", "From the first step of a request to its first token."),
+            ("request_decode_time", "From the first token to the end."),
+        )
+    ),
+    (
+        "iteration_tokens_total",
+        "Tokens computed in a step, of prompts and of decodes.",
+        STEP_TOKEN_BUCKETS,
+    ),
+    ("request_params_n", "Samples per request (`n`).", SEQUENCE_BUCKETS),
+)
+_OF_LENGTHS = (
+    ("request_prompt_tokens", "Prompt tokens of a request."),
+    ("request_generation_tokens", "Tokens generated for a request, all samples together."),
+    ("request_params_max_tokens", "`max_tokens`, if it was given."),
+)
+"""Histograms whose buckets go up to the length of the context."""
 _EARLY_ENDS = FINISH_REASONS[:2]
 _COUNTERS = {
     **COUNTERS,
@@ -95,51 +133,15 @@ class EngineMetrics:
         self._about = engine.describe()
         self._counts = _Counts()
         self._ends: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        self._first = Histogram(
-            "vllm:time_to_first_token_seconds",
-            "From arrival to the first token.",
-            FIRST_TOKEN_BUCKETS,
-        )
-        self._gap = Histogram(
-            "vllm:inter_token_latency_seconds",
-            "From step to step in which a sample got a token.",
-            PER_TOKEN_BUCKETS,
-        )
-        self._mean_gap = Histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time between the tokens of a request.",
-            PER_TOKEN_BUCKETS,
-        )
-        self._whole, self._queue, self._inference, self._prefill, self._decode = (
-            Histogram(f"vllm:{name}_seconds", help, REQUEST_BUCKETS)
-            for name, help in (
-                ("e2e_request_latency", "From arrival to the end, aborted requests included."),
-                ("request_queue_time", "From arrival to the first step of a request."),
-                ("request_inference_time", "From the first step of a request to its end."),
-                ("request_prefill_time", "From the first step of a request to its first token."),
-                ("request_decode_time", "From the first token to the end."),
-            )
-        )
-        self._step_tokens = Histogram(
-            "vllm:iteration_tokens_total",
-            "Tokens computed in a step, of prompts and of decodes.",
-            STEP_TOKEN_BUCKETS,
-        )
         longest = self._about.get("max_model_len")
         lengths = one_two_five(longest if isinstance(longest, int) else _MAX_TOKENS)
-        self._prompts, self._outputs, self._n, self._max_tokens = (
-            Histogram(f"vllm:request_{name}", help, bounds)
-            for name, help, bounds in (
-                ("prompt_tokens", "Prompt tokens of a request.", lengths),
-                (
-                    "generation_tokens",
-                    "Tokens generated for a request, all samples together.",
-                    lengths,
-                ),
-                ("params_n", "Samples per request (`n`).", SEQUENCE_BUCKETS),
-                ("params_max_tokens", "`max_tokens`, if it was given.", lengths),
-            )
-        )
+        self._histograms = [
+            Histogram(f"vllm:{name}", help, bounds)
+            for name, help, bounds in (*_HISTOGRAMS, *((*row, lengths) for row in _OF_LENGTHS))
+        ]
+        self._first, self._gap, self._mean_gap, *others = self._histograms
+        self._whole, self._queue, self._inference, self._prefill, self._decode, *others = others
+        self._step_tokens, self._n, self._prompts, self._outputs, self._max_tokens = others
         self._times = TokenGaps(self._gap)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -214,49 +216,26 @@ class EngineMetrics:
         yield from self._gauges(stats)
         yield from self._of_vllm(stats)
         yield from self._ours(stats)
-        for histogram in (
-            *(self._first, self._gap, self._mean_gap, self._whole, self._queue, self._inference),
-            *(self._prefill, self._decode, self._step_tokens, self._prompts, self._outputs),
-            *(self._n, self._max_tokens),
-        ):
+        for histogram in self._histograms:
             yield histogram.family(self._labels)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         usage = stats.usage
+        waiting = "Requests that wait for blocks or for a slot in the batch."
+        share = "Share of the pool in use, 0 to 1; evictable blocks are not."
         used = 1 - usage.available / usage.num_blocks
+        about = {name: str(self._about.get(name)) for name in _CONFIG if name in self._about}
+        about["num_gpu_blocks"] = str(usage.num_blocks)
+        blocks = {state: getattr(usage, state) for state in _BLOCK_STATES}
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
         )
-        yield self._gauge(
-            "vllm:num_requests_waiting",
-            "Requests that wait for blocks or for a slot in the batch.",
-            stats.num_waiting,
-        )
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc",
-            "Share of the pool in use, 0 to 1; evictable blocks are not.",
-            used,
-        )
-        about = {
-            **{name: str(self._about.get(name)) for name in _CONFIG if name in self._about},
-            "num_gpu_blocks": str(usage.num_blocks),
-        }
-        labels = {**self._labels, **about}
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "Always 1; its labels are the pool's settings.",
-            labels=list(labels),
-        )
-        info.add_metric(list(labels.values()), 1)
-        yield info
-        blocks = GaugeMetricFamily(
-            "pyengine:kv_blocks",
-            "Blocks by state; together the pool.",
-            labels=[*self._labels, "state"],
-        )
-        for state in ("free", "evictable", "active", "pinned", "loading"):
-            blocks.add_metric([*self._labels.values(), state], getattr(usage, state))
-        yield blocks
+        yield self._gauge("vllm:num_requests_waiting", waiting, stats.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", share, used)
+        info = "Always 1; its labels are the pool's settings."
+        yield self._gauge("vllm:cache_config_info", info, 1, **about)
+        together = "Blocks by state; together the pool."
+        yield family(GaugeMetricFamily, "pyengine:kv_blocks", together, self._by("state", blocks))
 
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
         counts, of_manager = self._counts, stats.counters
@@ -294,14 +273,9 @@ class EngineMetrics:
             ),
         ):
             yield self._counter(f"vllm:{name}", help, value)
-        ends = CounterMetricFamily(
-            "vllm:request_success",
-            "Requests that ended, by reason; of several samples the worst.",
-            labels=[*self._labels, "finished_reason"],
-        )
-        for reason in FINISH_REASONS:
-            ends.add_metric([*self._labels.values(), reason], self._ends[reason])
-        yield ends
+        ends = "Requests that ended, by reason; of several samples the worst."
+        reasons = self._by("finished_reason", self._ends)
+        yield family(CounterMetricFamily, "vllm:request_success", ends, reasons)
         if stats.store:
             yield from self._of_the_store(stats.store)
 
@@ -328,25 +302,17 @@ class EngineMetrics:
             ("kv_offload_store_bytes", "Bytes written to the store.", store["stored_bytes"]),
         ):
             yield self._counter(f"vllm:{name}", help, amount, tier=tier)
-        sources = CounterMetricFamily(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens of requests that had their first token, by what they came from.",
-            labels=[*self._labels, "source"],
-        )
-        for source, value in (
-            ("local_compute", counts.prompt_tokens - counts.cached_tokens),
-            ("local_cache_hit", local),
-            ("external_kv_transfer", counts.restored_tokens),
-        ):
-            sources.add_metric([*self._labels.values(), source], value)
-        yield sources
-        cost = GaugeMetricFamily(
-            "pyengine:kv_store_restore_cost",
-            "The time to restore a token relative to computing one; 1 until both are known.",
-            labels=[*self._labels, "tier"],
-        )
-        cost.add_metric([*self._labels.values(), tier], store["restore_cost"])
-        yield cost
+        by_source = "Prompt tokens of requests that had their first token, by what they came from."
+        sources = {
+            "local_compute": counts.prompt_tokens - counts.cached_tokens,
+            "local_cache_hit": local,
+            "external_kv_transfer": counts.restored_tokens,
+        }
+        samples = self._by("source", sources)
+        yield family(CounterMetricFamily, "vllm:prompt_tokens_by_source", by_source, samples)
+        cost = "The time to restore a token relative to computing one; 1 until both are known."
+        restore_cost = store["restore_cost"]
+        yield self._gauge("pyengine:kv_store_restore_cost", cost, restore_cost, tier=tier)
         for name, help in {**OFFLOAD_COUNTERS, **STORE_COUNTERS}.items():
             yield self._counter(f"pyengine:kv_store_{name}", help, store[name], tier=tier)
 
@@ -363,16 +329,15 @@ class EngineMetrics:
         ):
             yield self._counter(f"pyengine:{name}", help, value)
 
-    def _gauge(self, name: str, help: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+    def _by(self, label: str, values: Mapping[str, float]) -> list[Sample]:
+        """A sample for each value of a label."""
+        return [({**self._labels, label: name}, value) for name, value in values.items()]
 
-    def _counter(self, name: str, help: str, value: float, **labels: str) -> CounterMetricFamily:
-        labels = {**self._labels, **labels}
-        family = CounterMetricFamily(name, help, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
-        return family
+    def _gauge(self, name: str, help: str, value: float, **labels: str) -> Metric:
+        return family(GaugeMetricFamily, name, help, [({**self._labels, **labels}, value)])
+
+    def _counter(self, name: str, help: str, value: float, **labels: str) -> Metric:
+        return family(CounterMetricFamily, name, help, [({**self._labels, **labels}, value)])
 
 
 _CONFIG = (

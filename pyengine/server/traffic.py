@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pyengine.server.callers import Caller
+from pyengine.server.histograms import family
 from pyengine.server.request_log import LineLog
 from pyengine.server.settings import LogFormat
 
@@ -96,31 +97,21 @@ class Traffic:
             yield from self._of_all(model_name)
         names = list(self.keys) if caller.is_admin else [caller.name]
         for counter in fields(KeyCounts):
-            family = CounterMetricFamily(
-                f"pyengine:key_{counter.name}", _HELP[counter.name], labels=["model_name", "key"]
-            )
-            for name in names:
-                family.add_metric([model_name, name], getattr(self.keys[name], counter.name))
-            yield family
+            samples = [
+                ({"model_name": model_name, "key": name}, getattr(self.keys[name], counter.name))
+                for name in names
+            ]
+            name, help = f"pyengine:key_{counter.name}", _HELP[counter.name]
+            yield family(CounterMetricFamily, name, help, samples)
 
     def _of_all(self, model_name: str) -> Iterator[Metric]:
-        refusals = CounterMetricFamily(
-            "pyengine:http_refusals",
-            "Responses with a status of 400 or more.",
-            labels=["model_name", "status", "code"],
-        )
-        for (status, code), count in self._refusals.items():
-            refusals.add_metric([model_name, f"{status}", code], count)
-        yield refusals
-        connections = GaugeMetricFamily(
-            "pyengine:http_connections", "Open connections.", labels=["model_name"]
-        )
-        connections.add_metric([model_name], self.num_connections)
-        yield connections
-        refused = CounterMetricFamily(
-            "pyengine:http_refused_connections",
-            "Connections refused above the limit.",
-            labels=["model_name"],
-        )
-        refused.add_metric([model_name], self.num_refused_connections)
-        yield refused
+        own = {"model_name": model_name}
+        refusals = [
+            ({**own, "status": f"{status}", "code": code}, count)
+            for (status, code), count in self._refusals.items()
+        ]
+        open_now, refused = [(own, self.num_connections)], [(own, self.num_refused_connections)]
+        above = "Connections refused above the limit."
+        yield family(CounterMetricFamily, "pyengine:http_refusals", _HELP["refusals"], refusals)
+        yield family(GaugeMetricFamily, "pyengine:http_connections", "Open connections.", open_now)
+        yield family(CounterMetricFamily, "pyengine:http_refused_connections", above, refused)
