@@ -128,7 +128,6 @@ FAMILIES = (
             "norm_epsilon": 1e-5,
             "use_bias": True,
             "tie_word_embeddings": True,
-            "sliding_window": None,
         },
         names(ATTENTION, PRE_NORM, up=stored("mlp.c_fc"), down=stored("mlp.c_proj")),
         {

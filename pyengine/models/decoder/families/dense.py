@@ -91,7 +91,6 @@ _QWEN = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
-    "layer_types": None,
 }
 FAMILIES = (
     Family("llama", _llama, DEFAULTS, LLAMA, {"is_llama_config": NOT_READ}),
@@ -120,7 +119,6 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
-            "sliding_window": None,
         },
         names(
             ATTENTION,

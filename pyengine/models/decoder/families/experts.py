@@ -159,7 +159,6 @@ _MIXTRAL = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0,
-    "sliding_window": None,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
 }
@@ -226,7 +225,6 @@ FAMILIES = (
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
             "max_window_layers": 28,
-            "layer_types": None,
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
             "num_experts_per_tok": 4,
@@ -276,7 +274,6 @@ FAMILIES = (
             "rope_parameters": _GPT_OSS_ROPE,
             "attention_bias": True,
             "sliding_window": 128,
-            "layer_types": None,
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
             "swiglu_alpha": 1.702,

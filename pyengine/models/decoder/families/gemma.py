@@ -236,7 +236,6 @@ _GEMMA2 = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "layer_types": None,
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
 }

@@ -58,6 +58,8 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
+        "sliding_window": None,
+        "layer_types": None,
     }
 )
 """Llama's, which most families begin with."""

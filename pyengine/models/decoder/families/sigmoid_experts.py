@@ -279,7 +279,6 @@ FAMILIES = (
             "topk_group": 1,
             "norm_topk_prob": True,
             "sliding_window": 129,
-            "layer_types": None,
             "mlp_layer_types": None,
             "attention_value_scale": 0.707,
         },
