@@ -15,7 +15,7 @@ from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.devices import Device, for_torch, on_device
 from pyengine.utils.dtypes import torch_dtype
-from pyengine.utils.packaging import is_installed, needs_torch
+from pyengine.utils.packaging import is_installed, needs_extra
 from pyengine.utils.validation import shown
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _obstacle(name: str, needs: AttentionNeeds, failed: Mapping[str, str] | None
     if needs.device.type not in candidate.devices:
         return f"it runs on {' and '.join(candidate.devices)}, the device is {needs.device}"
     if candidate.needs_torch and not is_installed("torch"):
-        return needs_torch("it")
+        return needs_extra("torch", "it", "torch")
     obstacle = candidate.obstacle or backend_class(name).obstacle
     return obstacle(needs)
 

@@ -37,9 +37,9 @@ def main(factory: "EngineFactory | None" = None) -> None:
             raise
         if (status := _run_bare()) is not None:
             raise SystemExit(status) from None
-        from pyengine.utils.packaging import needs_engine_extra
+        from pyengine.utils.packaging import needs_extra
 
-        print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
+        print(f"error: {needs_extra('engine', 'the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
     try:
         app(obj=factory)

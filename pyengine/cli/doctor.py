@@ -23,7 +23,12 @@ from pyengine.cli.machine import (
 )
 from pyengine.cli.status import FAILED
 from pyengine.cli.terminal import write
-from pyengine.utils.packaging import DISTRIBUTION, EMBEDDED_COMMAND, package_version
+from pyengine.utils.packaging import (
+    DISTRIBUTION,
+    EMBEDDED_COMMAND,
+    install_command,
+    package_version,
+)
 
 LITTLE_MEMORY = 2 << 30
 """Bytes; a small model with its KV cache needs about as many."""
@@ -66,10 +71,7 @@ class Installation:
 
     def command(self, extra: str) -> str:
         """The command that installs an extra."""
-        if self.is_checkout:
-            return {"engine": "make hello"}.get(extra, f"make {extra}")
-        extras = extra if extra == "engine" else f"engine,{extra}"
-        return f"pip install '{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]'"
+        return install_command(extra, is_checkout=self.is_checkout)
 
 
 def this_installation() -> Installation:

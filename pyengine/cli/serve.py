@@ -15,7 +15,7 @@ from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 from pyengine.server.settings import ServerSettings
-from pyengine.utils.packaging import needs_cluster_extra, needs_serve_extra
+from pyengine.utils.packaging import needs_extra
 
 if TYPE_CHECKING:
     from pyengine.server.engine_protocol import EngineClient, MakeObservers
@@ -49,7 +49,7 @@ def serve(
         if missing not in _LIBRARIES:
             with libraries():  # one of the engine's
                 raise
-        raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from None
+        raise ConfigurationError(needs_extra("serve", "pyengine serve", missing)) from None
     # Bind the address first, to fail before the model is loaded.
     with lifetime.listening(server) as socket, ExitStack() as stack:
         where = lifetime.address_of(server, socket)
@@ -82,7 +82,7 @@ def _over_replicas(
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != "ray":
             raise
-        needed = needs_cluster_extra("pyengine serve --replicas", "ray")
+        needed = needs_extra("cluster", "pyengine serve --replicas", "ray")
         raise ConfigurationError(needed) from None
     from pyengine.cluster.observers import ClusterObservers
 

@@ -43,7 +43,7 @@ from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_o
 from pyengine.utils.beside import beside
 from pyengine.utils.devices import Device
 from pyengine.utils.gc_pause import paused_gc
-from pyengine.utils.packaging import is_installed, needs_torch
+from pyengine.utils.packaging import is_installed, needs_extra
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def load_model(
         source = resolve_source(model)
         if source.load_format == "dummy":
             _log.warning("load_format: dummy: the weights of %s are random", source.name)
-        reason = _fallback_reason(source)
+        reason = None if source.is_gguf else fallback_reason(source.folder)
         if reason is None:
             return _load(source, _Target(where, dtype, num_threads), kernels, tensor_parallel_size)
         _check_fallback_settings(source, kernels, reason)
@@ -178,13 +178,6 @@ def model_properties(source: ModelSource, loaded: LoadedModel) -> list[tuple[str
     ]
 
 
-def _fallback_reason(source: ModelSource) -> str | None:
-    """Why the model runs as transformers' module; None: in a decoder of ours."""
-    if source.is_gguf:
-        return None
-    return fallback_reason(source.folder)
-
-
 def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reason: str) -> None:
     if kernels.quantises:
         raise ConfigurationError(
@@ -212,7 +205,7 @@ def require_fallback(name: str, reason: str) -> None:
     for library in ("torch", "transformers"):
         if not is_installed(library):
             feature = f"{name} runs as transformers' module ({reason}), which"
-            raise ModelLoadError(needs_torch(feature, library))
+            raise ModelLoadError(needs_extra("torch", feature, library))
 
 
 def _load(

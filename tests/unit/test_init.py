@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import pyengine
-from pyengine.utils.packaging import needs_engine_extra, needs_extension
+from pyengine.utils.packaging import needs_extension, needs_extra
 
 
 def python(code: str) -> str:
@@ -44,7 +44,7 @@ def test_llm_without_a_library_names_the_extra() -> None:
         "try: pyengine.LLM\n"
         "except ModuleNotFoundError as error: print(error)\n"
     )
-    assert python(code) == needs_engine_extra("pyengine.LLM", "tokenizers")
+    assert python(code) == needs_extra("engine", "pyengine.LLM", "tokenizers")
 
 
 LIBRARIES = ["jinja2", "tokenizers", "tqdm"]
@@ -61,7 +61,7 @@ def test_without_a_library_there_is_one_short_error(part: str, missing: str) -> 
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert len(lines) < 9, done.stderr
-    expected = needs_engine_extra(f"pyengine.{part}", names[0])
+    expected = needs_extra("engine", f"pyengine.{part}", names[0])
     assert lines[-1] == f"ModuleNotFoundError: {expected}"
     assert sum(line.startswith("Traceback") for line in lines) == 1
 
@@ -81,7 +81,10 @@ def test_a_command_without_a_library_names_the_extra(command: str, missing: str)
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, input=""
     )
     said = [line for line in done.stderr.splitlines() if line != "starting ..."]
-    assert (done.returncode, said) == (1, [f"error: {needs_engine_extra('the engine', missing)}"])
+    assert (done.returncode, said) == (
+        1,
+        [f"error: {needs_extra('engine', 'the engine', missing)}"],
+    )
 
 
 def test_sources_without_the_extension_name_the_command_that_builds_it() -> None:

@@ -23,12 +23,12 @@ from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.gguf_settings import gguf_settings
 from pyengine.models.decoder.loading import OpenedModel, checked_weights, spec_of
 from pyengine.models.decoder.names import Names, Stored, stored, vector
-from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, Norm, QueryKeyNorm
+from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, QueryKeyNorm
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import GGML_TYPES, GGUFHeader, GGUFTensor
 from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.gguf_rope import ROPE_TENSORS
-from pyengine.utils.packaging import needs_engine_extra
+from pyengine.utils.packaging import needs_extra
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _dequantised(data: npt.NDArray[np.uint8], kind: str) -> Array:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
         missing = error.name or "gguf"
-        raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
+        raise ModelLoadError(needs_extra("engine", "reading GGUF files", missing)) from error
     numbers: Array = dequantize(data, GGMLQuantizationType[kind])
     return numbers
 
@@ -189,7 +189,7 @@ def _as_converted(spec: DecoderSpec) -> DecoderSpec:
     if spec.family in _PAIRS:
         return replace(spec, layers=tuple(map(_with_pairs, spec.layers)))
     if spec.family in _OFFSETS:
-        norm = _without_offset(spec.norm)
+        norm = replace(spec.norm, offset=0.0)
         return replace(spec, norm=norm, layers=tuple(map(_without_offsets, spec.layers)))
     return spec
 
@@ -202,19 +202,15 @@ def _with_pairs(layer: Layer) -> Layer:
     return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, order="pairs")))
 
 
-def _without_offset(norm: Norm) -> Norm:
-    return replace(norm, offset=0.0)
-
-
 def _without_offsets(layer: Layer) -> Layer:
     names = ("before_mixer", "after_mixer", "before_feed_forward", "after_feed_forward")
-    norms = {name: getattr(layer, name) for name in names}
+    norms: dict[str, Any] = {name: getattr(layer, name) for name in names}
     mixer = layer.mixer
     assert isinstance(mixer, Attention)
     if mixer.query_key_norm is not None:
-        head_norm = QueryKeyNorm(norm=_without_offset(mixer.query_key_norm.norm), over="head")
-        mixer = replace(mixer, query_key_norm=head_norm)
-    changed: dict[str, Any] = {name: norm and _without_offset(norm) for name, norm in norms.items()}
+        norm = replace(mixer.query_key_norm.norm, offset=0.0)
+        mixer = replace(mixer, query_key_norm=QueryKeyNorm(norm=norm, over="head"))
+    changed = {name: norm and replace(norm, offset=0.0) for name, norm in norms.items()}
     return replace(layer, mixer=mixer, **changed)
 
 

@@ -11,7 +11,7 @@ from pyengine.models.transformers_calls import (
     remote_code,
     required_code,
 )
-from pyengine.utils.packaging import is_installed, needs_torch
+from pyengine.utils.packaging import is_installed, needs_extra
 
 
 def load_with_transformers(folder: Path, settings: Mapping[str, Any], reason: str) -> Any:
@@ -21,7 +21,9 @@ def load_with_transformers(folder: Path, settings: Mapping[str, Any], reason: st
     transformers is not installed, the error gives the `reason` why it is needed.
     """
     if not is_installed("transformers"):
-        raise ModelLoadError(needs_torch(f"the tokenizer in {folder} ({reason})", "transformers"))
+        raise ModelLoadError(
+            needs_extra("torch", f"the tokenizer in {folder} ({reason})", "transformers")
+        )
     import transformers
     from transformers import AutoTokenizer
 

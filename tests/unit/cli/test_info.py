@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import pyengine
 from pyengine.cli.app import app
 from pyengine.errors import ConfigurationError
-from pyengine.utils.packaging import needs_engine_extra
+from pyengine.utils.packaging import needs_extra
 from tests.unit.cli.fakes import FakeEngine
 
 
@@ -84,4 +84,4 @@ def test_without_typer_the_extra_is_named() -> None:
     code = "import sys; sys.modules['typer'] = None; from pyengine.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"error: {needs_engine_extra('the command line', 'typer')}\n"
+    assert done.stderr == f"error: {needs_extra('engine', 'the command line', 'typer')}\n"

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pyengine.cli.app import app
-from pyengine.utils.packaging import needs_serve_extra
+from pyengine.utils.packaging import needs_extra
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])
@@ -18,7 +18,9 @@ def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == f"starting ...\nerror: {needs_serve_extra('pyengine serve', missing)}\n"
+    assert (
+        done.stderr == f"starting ...\nerror: {needs_extra('serve', 'pyengine serve', missing)}\n"
+    )
 
 
 @pytest.mark.parametrize(

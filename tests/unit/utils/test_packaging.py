@@ -40,7 +40,7 @@ def test_what_needs_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigurationError) as raised:
         distribution.require_torch("compile=True")
-    assert str(raised.value) == distribution.needs_torch("compile=True")
+    assert str(raised.value) == distribution.needs_extra("torch", "compile=True", "torch")
     assert "compile=True needs torch, of the extra 'torch'" in str(raised.value)
     assert "whl[engine,torch]'" in str(raised.value)
 
