@@ -25,19 +25,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _LENGTH = struct.Struct("<Q")
 _START = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of key-value pairs
-_NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_NUMBERS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
+"""Letters of `struct` for GGUF's types of numbers."""
 _FLOATS = {6: "f4", 12: "f8"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4

@@ -9,13 +9,13 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.memory import available_memory
 from pyengine.models.checkpoint_files import readable_size
+from pyengine.models.decoder.ranks import check_divides
 from pyengine.utils.devices import CPU, Device
 from pyengine.utils.dtypes import DType
 from pyengine.utils.openmp import loaded_torch
@@ -202,18 +202,7 @@ def check_tensor_parallel(config: Any, size: int, device: Device) -> None:
             f"tensor_parallel_size={size}: transformers has no tensor-parallel plan for models of "
             f"type {config.model_type}; use tensor_parallel_size=1"
         )
-    sizes = sorted(set(_divided(config)))
-    odd = [f"{number} {label}" for label, number in sizes if number % size]
-    if not odd:
-        return
-    common = gcd(*(number for _, number in sizes))
-    fitting = [str(index) for index in range(2, common + 1) if common % index == 0]
-    way_out = f"use {' or '.join(fitting)}" if fitting else "only tensor_parallel_size=1 does"
-    have = ", ".join(f"{number} {label}" for label, number in sizes)
-    raise ConfigurationError(
-        f"tensor_parallel_size={size} does not divide {' and '.join(odd)}; this model "
-        f"({config.model_type}) has {have}: {way_out}"
-    )
+    check_divides(size, _divided(config), config.model_type)
 
 
 def _divided(config: Any) -> Iterator[tuple[str, int]]:

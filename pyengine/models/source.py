@@ -30,11 +30,6 @@ class ModelSource:
     load_format: str = "auto"
 
     @property
-    def gguf(self) -> Path | None:
-        """The GGUF file; None for a folder."""
-        return self.path if self.is_gguf else None
-
-    @property
     def folder(self) -> Path:
         """The folder. A GGUF file has none: what lies beside it is not part of the model."""
         if self.is_gguf:

@@ -160,22 +160,25 @@ class CpuKernels:
             bias = rounded(bias, NUMPY[self.dtype])
         return CpuProduct(self.threads, packed, bias)
 
+    def _may_choose(self, weight: Weight) -> bool:
+        """True for a matrix of floats that the Rust kernel need not multiply."""
+        is_float = weight.packed_as is None and self.quantization == "none"
+        may_choose = is_float and self.products.only != "pyengine"
+        self.has_float_products |= may_choose
+        return may_choose
+
     def _chosen(self, weight: Weight, *, is_tied: bool = False) -> tuple[ProductName, Any]:
         """The product of a matrix; if that is not the Rust kernel's, also the numbers."""
-        is_float = weight.packed_as is None and self.quantization == "none"
-        if not is_float or self.products.only == "pyengine":
+        if not self._may_choose(weight):
             return "pyengine", None
-        self.has_float_products = True
         numbers = read(weight, self.dtype)
         shape = LayerShape(weight.shape[1], weight.shape[0], self.dtype, is_tied=is_tied)
         return self.products(shape, [numbers]), numbers
 
     def _chosen_gate(self, weight: Weight) -> tuple[ProductName, tuple[Any, Any]]:
         """The same of a gate and what it lets through."""
-        is_float = weight.packed_as is None and self.quantization == "none"
-        if not is_float or self.products.only == "pyengine":
+        if not self._may_choose(weight):
             return "pyengine", (None, None)
-        self.has_float_products = True
         gate, up = (read(weight.half(number), self.dtype) for number in (0, 1))
         shape = LayerShape(weight.shape[1], len(up), self.dtype, is_gated=True)
         return self.products(shape, [gate, up]), (gate, up)

@@ -141,22 +141,23 @@ def no_mtp_layers(name: str, layers: int) -> ConfigurationError:
 
 
 def _check_mtp_layers(folder: Path, spec: DecoderSpec, names: Names, tensors: Tensors) -> None:
-    first = len(spec.layers)
-    layers = range(first, first + len(spec.mtp_layers))
+    layers = _mtp_layers(spec)
     if any(tensors.first_of(re.escape(names.layer.format(layer))) for layer in layers):
         return
     other = tensors.first_of(OTHER_MTP_LAYERS)
     if other is None:
-        raise no_mtp_layers(str(folder), first)
+        raise no_mtp_layers(str(folder), layers.start)
+    known = sorted(name for name in TABLE if "mtp_projection" in TABLE[name].names.inside)
     raise ConfigurationError(
         f"speculation='mtp': the MTP layers in {folder} ({other}) are of another form than those "
-        f"of {_families_with_mtp()}, which pyengine runs; use 'ngram', 'suffix', or none"
+        f"of {', '.join(known)}, which pyengine runs; use 'ngram', 'suffix', or none"
     )
 
 
-def _families_with_mtp() -> str:
-    """The families whose MTP layers have names here."""
-    return ", ".join(sorted(name for name in TABLE if "mtp_projection" in TABLE[name].names.inside))
+def _mtp_layers(spec: DecoderSpec) -> range:
+    """The numbers of the layers for multi-token prediction, which follow the last one in files."""
+    first = len(spec.layers)
+    return range(first, first + len(spec.mtp_layers))
 
 
 def checked_weights(
@@ -172,14 +173,8 @@ def checked_weights(
     if with_mtp_layers:
         MTPLayers(decoder, weights)
     else:
-        for layer in _mtp_layers_in(weights, spec):
-            known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation"
+        for layer in _mtp_layers(spec):
+            if weights.of_layer(layer).has("mtp_projection"):
+                known[re.escape(names.layer.format(layer)) + ".*"] = "layers for speculation"
     tensors.finish(known)
     return weights
-
-
-def _mtp_layers_in(weights: Weights, spec: DecoderSpec) -> list[int]:
-    """The layers of a file that are for speculation."""
-    first = len(spec.layers)
-    layers = range(first, first + len(spec.mtp_layers))
-    return [layer for layer in layers if weights.of_layer(layer).has("mtp_projection")]

@@ -6,7 +6,7 @@ Norms, routers and what produces latents are whole on every rank. A layer's spec
 part of a rank is (`divided`); `Weights` reads that part only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
@@ -114,21 +114,30 @@ def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
     """
     if size == 1:
         return spec
-    sizes = sorted(set(_divided_sizes(spec)))
+    check_divides(size, _divided_sizes(spec), spec.family)
+    layers, mtp = (
+        tuple(_divided_layer(layer, size) for layer in group)
+        for group in (spec.layers, spec.mtp_layers)
+    )
+    return replace(spec, layers=layers, mtp_layers=mtp)
+
+
+def check_divides(size: int, labelled: Iterable[tuple[str, int]], name: str) -> None:
+    """Raise `ConfigurationError` unless `size` divides every size of the model `name`.
+
+    `labelled` are the sizes as text, and their numbers.
+    """
+    sizes = sorted(set(labelled))
     odd = [f"{number} {label}" for label, number in sizes if number % size]
     if not odd:
-        layers, mtp = (
-            tuple(_divided_layer(layer, size) for layer in group)
-            for group in (spec.layers, spec.mtp_layers)
-        )
-        return replace(spec, layers=layers, mtp_layers=mtp)
+        return
     common = gcd(*(number for _, number in sizes))
     fitting = [str(index) for index in range(2, common + 1) if common % index == 0]
     way_out = f"use {' or '.join(fitting)}" if fitting else "only tensor_parallel_size=1 does"
     have = ", ".join(f"{number} {label}" for label, number in sizes)
     raise ConfigurationError(
         f"tensor_parallel_size={size} does not divide {' and '.join(odd)}; this model "
-        f"({spec.family}) has {have}: {way_out}"
+        f"({name}) has {have}: {way_out}"
     )
 
 

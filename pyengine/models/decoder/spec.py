@@ -7,7 +7,7 @@ its own. Sizes are numbers of elements; no weights and no arrays are here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pyengine.errors import ModelLoadError
 from pyengine.kv_cache.pool import KVCacheSpec
@@ -199,30 +199,16 @@ class LatentAttention:
     has_bias: bool = False
     query_growth: QueryGrowth | None = None
 
+    window: ClassVar[int | None] = None
+    softcap: ClassVar[float | None] = None
+    shares: ClassVar[int | None] = None
+    is_shared: ClassVar[bool] = False
+    """It sees all positions, without a cap, and its keys and values are read by no other layer."""
+
     @property
     def head_dim(self) -> int:
         """The elements of a query or key head."""
         return self.plain_dim + self.rotary.size
-
-    @property
-    def window(self) -> int | None:
-        """Latent attention sees all positions."""
-        return None
-
-    @property
-    def softcap(self) -> float | None:
-        """Latent attention has no cap."""
-        return None
-
-    @property
-    def shares(self) -> int | None:
-        """Latent attention has its own keys and values."""
-        return None
-
-    @property
-    def is_shared(self) -> bool:
-        """No other layer reads them."""
-        return False
 
     def cache(self, dtype: DType) -> KVCacheSpec:
         """The KV cache that this layer needs."""

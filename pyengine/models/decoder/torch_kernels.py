@@ -183,7 +183,16 @@ class TorchKernels:
 
     def activated(self, rows: torch.Tensor, mlp: MLP) -> torch.Tensor:
         """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
-        return _activated(rows, mlp)
+        if isinstance(mlp.activation, ClampedGate):
+            alpha, limit = mlp.activation.alpha, mlp.activation.limit
+            gate, up = rows.chunk(2, -1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        activation = _ACTIVATIONS[mlp.activation]
+        if not mlp.is_gated:
+            return activation(rows)
+        gate, up = rows.chunk(2, -1)
+        return activation(gate) * up
 
     def table(self, weight: Weight, _use: TableUse = "both") -> Table:
         """See `Kernels.table`."""
@@ -375,17 +384,3 @@ def _head_norm(norms: tuple[NormWeights, NormWeights] | None) -> HeadNorm | None
         return None
     query, key = norms
     return HeadNorm(query.weight, key.weight, query.norm.eps, query.norm.offset)
-
-
-def _activated(rows: torch.Tensor, mlp: MLP) -> torch.Tensor:
-    """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
-    if isinstance(mlp.activation, ClampedGate):
-        alpha, limit = mlp.activation.alpha, mlp.activation.limit
-        gate, up = rows.chunk(2, -1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + 1)
-    activation = _ACTIVATIONS[mlp.activation]
-    if not mlp.is_gated:
-        return activation(rows)
-    gate, up = rows.chunk(2, -1)
-    return activation(gate) * up

@@ -83,28 +83,23 @@ class Weights:
     ) -> Linear:
         """A linear layer; several `outputs` follow each other."""
         sizes = [outputs] if isinstance(outputs, int) else list(outputs)
-        prefix, stored = self._stored(name)
-        weight = self._matrix(prefix, stored, sizes, inputs, divided)
-        bias = self._bias(prefix, stored, sizes, divided) if has_bias else None
+        weight, bias = self._pair(name, sizes, inputs, has_bias, divided)
         if divided == "inputs" and self.rank.number:
             bias = None  # it is added once
         return Linear(self.kernels.product(weight, bias))
 
     def router(self, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
         """The router of experts, with float32 results: rounding decides no close scores."""
-        prefix, stored = self._stored("router")
-        weight = self._matrix(prefix, stored, [outputs], inputs, None)
-        bias = self._bias(prefix, stored, [outputs], None) if has_bias else None
-        return Linear(self.kernels.exact_product(weight, bias))
+        return Linear(
+            self.kernels.exact_product(*self._pair("router", [outputs], inputs, has_bias, None))
+        )
 
     def inner(
         self, prefix: str, mlp: MLP, inputs: int, *, divided: Axis | None = "outputs"
     ) -> Linear:
         """The first matrix of an MLP, with its activation."""
         name, sizes = ("gate_up", [mlp.size] * 2) if mlp.is_gated else ("up", [mlp.size])
-        start, stored = self._stored(prefix + name)
-        weight = self._matrix(start, stored, sizes, inputs, divided)
-        bias = self._bias(start, stored, sizes, divided) if mlp.has_bias else None
+        weight, bias = self._pair(prefix + name, sizes, inputs, mlp.has_bias, divided)
         return Linear(self.kernels.inner_product(weight, bias, mlp))
 
     def table(
@@ -176,7 +171,7 @@ class Weights:
             of_expert = expert, count
             matrices.append(self._matrix(prefix, stored, sizes, inputs, divided, of_expert))
             if mlp.has_bias:
-                bias = self._bias(prefix, stored, sizes, divided, of_expert)
+                bias = self._vector(prefix, stored, stored.bias, sizes, divided, of_expert)
                 is_added = divided == "outputs" or self.rank.number == 0
                 biases.append(bias if is_added else bias.zeros())
         return matrices, biases
@@ -198,6 +193,15 @@ class Weights:
         part = self.rank.part(rows)
         [tensor] = whole.parts
         return Weight((tensor.only(part),), (part.stop - part.start, columns))
+
+    def _pair(
+        self, name: str, sizes: list[int], inputs: int, has_bias: bool, divided: Axis | None
+    ) -> tuple[Weight, Weight | None]:
+        """A matrix, and its bias if it has one."""
+        prefix, stored = self._stored(name)
+        weight = self._matrix(prefix, stored, sizes, inputs, divided)
+        bias = self._vector(prefix, stored, stored.bias, sizes, divided) if has_bias else None
+        return weight, bias
 
     def _matrix(
         self,
@@ -226,16 +230,6 @@ class Weights:
         elif divided == "outputs":
             tensors = self._own_rows(tensors, stored, sizes)
         return Weight(tuple(tensors), (sum(sizes), inputs), stored.is_interleaved)
-
-    def _bias(
-        self,
-        prefix: str,
-        stored: Stored,
-        sizes: list[int],
-        divided: Axis | None,
-        expert: tuple[int, int] | None = None,
-    ) -> Weight:
-        return self._vector(prefix, stored, stored.bias, sizes, divided, expert)
 
     def _vector(
         self,
