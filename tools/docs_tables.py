@@ -77,7 +77,8 @@ def metrics_table() -> Iterator[str]:
     """A row for each metric of an engine: name, kind, help."""
     yield "| name | kind | meaning |"
     yield "|---|---|---|"
-    for family in EngineMetrics(_IdleEngine(), model_name="").collect():
+    engine: Any = _IdleEngine()
+    for family in EngineMetrics(engine, model_name="").collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         yield f"| `{name}` | {family.type} | {family.documentation} |"
 

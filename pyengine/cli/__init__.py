@@ -88,12 +88,10 @@ def _run_bare() -> int | None:
             from pyengine.cli.doctor import examine
 
             return examine(as_json=given.json)
+        from pyengine.cli.recordings import show_recording, view_recording
+
         if given.action == "replay":
-            from pyengine.cli.replay import show_recording
-
             return show_recording(given.file)
-        from pyengine.cli.view import view_recording
-
         view_recording(given.file, port=given.port, is_opened=given.open)
     except (Exception, KeyboardInterrupt) as error:
         return report(error)

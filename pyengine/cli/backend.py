@@ -1,4 +1,4 @@
-"""The interface of an engine as commands use it, and factories of engines.
+"""Engines of commands, and their factories.
 
 Commands get the factory from typer's context object, so tests can pass a fake engine. Importing
 this module does not import the engine.
@@ -6,72 +6,29 @@ this module does not import the engine.
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pyengine.cli.status import interruptible_imports
 from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 from pyengine.outputs import RequestOutput
-from pyengine.sampling_params import SamplingParams
 from pyengine.utils.packaging import EMBEDDED_NAME, require_engine_extra
 
 if TYPE_CHECKING:
     import typer
 
     from pyengine.async_engine import AsyncEngine
+    from pyengine.llm import LLM
 
 _E = TypeVar("_E")
 
 
-class StatsView(Protocol):
-    """The part of the engine's statistics that the summary line reads."""
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """The block manager's counters; they only grow."""
-
-    @property
-    def num_drafts(self) -> int:
-        """Decodes with drafts so far."""
-
-
-class Engine(Protocol):
-    """The part of `pyengine.LLM` that the commands use."""
-
-    @property
-    def model_path(self) -> Path:
-        """The local folder of the model."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model, or None for a model without one."""
-
-    def generate_iter(
-        self, prompts: Any, sampling_params: Sequence[SamplingParams]
-    ) -> Iterator[RequestOutput]:
-        """Run a batch. Yields results as they finish; `index` is the position of the prompt."""
-
-    def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Run one prompt. Each item contains the text so far."""
-
-    def recording(self, path: Path) -> AbstractContextManager[None]:
-        """Record the operations of the block manager."""
-
-    def apply_chat_template(self, messages: Any) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's answer."""
-
-    def stats(self) -> StatsView:
-        """Current usage and counters."""
-
-    def describe(self) -> Mapping[str, object]:
-        """Versions, device, dtype, attention backend with the reason, pool size."""
+Engine: TypeAlias = "LLM"
+"""The engine of a command; tests pass one that has the methods that the command calls."""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,8 @@ from pyengine.cli.backend import ended, factory_of
 from pyengine.cli.display import Meter, note_reduced, stream_answer
 from pyengine.cli.options import Verbose, command
 from pyengine.cli.prompts import (
-    AnyPrompt,
+    Prompt,
     Template,
-    TextPrompt,
     check_encodable,
     read_prompts,
     read_standard_input,
@@ -121,7 +120,7 @@ def _note_doubts(arguments: Sequence[str]) -> None:
             note(f"{text} is a prompt here; to name a model: -m {text}")
 
 
-def _collect(arguments: Sequence[str], file: Path | None) -> list[AnyPrompt]:
+def _collect(arguments: Sequence[str], file: Path | None) -> list[Prompt]:
     texts = [read_standard_input() if text == "-" else text for text in arguments]
     for number, text in enumerate(texts, start=1):
         if not text.strip():
@@ -130,7 +129,7 @@ def _collect(arguments: Sequence[str], file: Path | None) -> list[AnyPrompt]:
             check_encodable(text)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {number} {error}: it must be UTF-8") from None
-    prompts: list[AnyPrompt] = [TextPrompt(text) for text in texts]
+    prompts: list[Prompt] = [Prompt(text) for text in texts]
     if file is not None:
         prompts += read_prompts(file)
     if not prompts:
@@ -175,7 +174,7 @@ def _answer_one(meter: Meter, prompt: object, params: SamplingParams) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _answer_many(meter: Meter, batch: Batch, ready: Mapping[int, object], results: Results) -> None:
+def _answer_many(meter: Meter, batch: Batch, ready: Mapping[int, Any], results: Results) -> None:
     """Answer prompts, given by position. Results are kept even if the run fails."""
     engine = meter.engine
     places, params = list(ready), [batch.params_of(index) for index in ready]

@@ -3,7 +3,7 @@
 import codecs
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,6 @@ from pyengine.errors import InvalidRequestError
 SHOWN_PROBLEMS = 5
 LONGEST_LINE = 64 << 20
 """Limit of a line in bytes (`/dev/zero` has no line end)."""
-KINDS = ("prompt", "prompt_token_ids", "messages")
 
 Message: TypeAlias = dict[str, Any]
 """`role`, and `content` (text, or a list of parts) or `tool_calls`, as `LLM.chat` takes them."""
@@ -33,33 +32,20 @@ class Template(StrEnum):
 
 
 @dataclass(frozen=True)
-class TextPrompt:
-    """A text, rendered according to `Template`."""
+class Prompt:
+    """A prompt, of the kind that is its key in files.
 
-    text: str
+    `prompt`: a text, rendered according to `Template`. `prompt_token_ids`: used unchanged.
+    `messages`: a conversation, always rendered with the chat template.
+    """
+
+    content: Any
+    """A text, or a tuple of token ids or of messages."""
     id: str | int | None = None
+    kind: str = "prompt"
 
 
-@dataclass(frozen=True)
-class TokenPrompt:
-    """Token ids, used unchanged."""
-
-    token_ids: tuple[int, ...]
-    id: str | int | None = None
-
-
-@dataclass(frozen=True)
-class MessagesPrompt:
-    """A conversation, always rendered with the chat template."""
-
-    messages: tuple[Message, ...]
-    id: str | int | None = None
-
-
-AnyPrompt: TypeAlias = TextPrompt | TokenPrompt | MessagesPrompt
-
-
-def read_prompts(path: Path) -> list[AnyPrompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """Read one prompt per line, as UTF-8; empty lines and a byte order mark are skipped.
 
     `.jsonl`: each line is a string, or an object with one of `prompt`, `prompt_token_ids` and
@@ -68,8 +54,8 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
 
     Raises InvalidRequestError with the numbers of the first five invalid lines.
     """
-    parse: Callable[[str], AnyPrompt] = _parse_json if path.suffix == ".jsonl" else _parse_text
-    prompts: list[AnyPrompt] = []
+    parse: Callable[[str], Prompt] = _parse_json if path.suffix == ".jsonl" else _parse_text
+    prompts: list[Prompt] = []
     problems: list[str] = []
     for number, raw in enumerate(_lines(path), start=1):
         if not raw.strip():
@@ -133,43 +119,44 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
 
 
-def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) -> list[object]:
+def to_engine(engine: Engine, prompts: Sequence[Prompt], template: Template) -> list[Any]:
     """Convert prompts to the engine's format: texts and `prompt_token_ids` dicts."""
     has_template = getattr(engine.tokenizer, "chat_template", None) is not None
     if template is Template.CHAT and not has_template:
         raise InvalidRequestError("the model has no chat template; use --raw")
     chat = template is Template.CHAT or (template is Template.AUTO and has_template)
-    result: list[object] = []
+    result: list[Any] = []
     for prompt in prompts:
-        match prompt:
-            case TokenPrompt(token_ids=ids):
-                result.append({"prompt_token_ids": list(ids)})
-            case MessagesPrompt(messages=messages):
+        match prompt.kind:
+            case "prompt_token_ids":
+                result.append({"prompt_token_ids": list(prompt.content)})
+            case "messages":
+                messages = list(prompt.content)
                 try:
-                    ids_of = engine.apply_chat_template(list(messages))
+                    ids_of = engine.apply_chat_template(messages)
                 except InvalidRequestError as error:
-                    reason = f"the prompt {_short(list(messages))} is invalid: {error}"
+                    reason = f"the prompt {_short(messages)} is invalid: {error}"
                     raise InvalidRequestError(f"nothing was run: {reason}") from error
                 result.append({"prompt_token_ids": ids_of})
-            case TextPrompt(text=text) if chat:
-                ids_of = engine.apply_chat_template([{"role": "user", "content": text}])
+            case _ if chat:
+                ids_of = engine.apply_chat_template([{"role": "user", "content": prompt.content}])
                 result.append({"prompt_token_ids": ids_of})
-            case TextPrompt(text=text):
-                result.append(text)
+            case _:
+                result.append(prompt.content)
     return result
 
 
-def _parse_text(line: str) -> AnyPrompt:
+def _parse_text(line: str) -> Prompt:
     if "\0" in line:
         raise ValueError("contains a NUL character: is this a text file?")
-    return TextPrompt(line)
+    return Prompt(line)
 
 
-def _parse_json(line: str) -> AnyPrompt:
+def _parse_json(line: str) -> Prompt:
     value = json.loads(line)
     check_encodable(json.dumps(value, ensure_ascii=False))
     if isinstance(value, str):
-        return TextPrompt(_checked_text(value))
+        return Prompt(_checked_text(value))
     if not isinstance(value, dict):
         raise ValueError(f"expected a string or an object, found {_short(value)}")
     unknown = sorted(value.keys() - {*KINDS, "id"})
@@ -183,14 +170,7 @@ def _parse_json(line: str) -> AnyPrompt:
     name = value.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id must be a string or an integer, found {_short(name)}")
-    content = value[kinds[0]]
-    match kinds[0]:
-        case "prompt":
-            return TextPrompt(_checked_text(content), name)
-        case "prompt_token_ids":
-            return TokenPrompt(_checked_token_ids(content), name)
-        case _:
-            return MessagesPrompt(_checked_messages(content), name)
+    return Prompt(KINDS[kinds[0]](value[kinds[0]]), name, kinds[0])
 
 
 def check_encodable(text: str) -> None:
@@ -234,6 +214,13 @@ def _checked_messages(value: object) -> tuple[Message, ...]:
                 f"{_short(message)}"
             )
     return tuple(value)
+
+
+KINDS: Mapping[str, Callable[[object], Any]] = {
+    "prompt": _checked_text,
+    "prompt_token_ids": _checked_token_ids,
+    "messages": _checked_messages,
+}
 
 
 def text_of(message: Message) -> str:

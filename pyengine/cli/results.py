@@ -19,11 +19,8 @@ from random import Random
 from typing import Any, TypeAlias
 
 from pyengine.cli.prompts import (
-    AnyPrompt,
-    MessagesPrompt,
+    Prompt,
     Template,
-    TextPrompt,
-    TokenPrompt,
     text_of,
 )
 from pyengine.cli.terminal import write
@@ -39,7 +36,7 @@ _START = b'{"index": '
 class Batch:
     """The prompts of a run, and everything that their answers depend on."""
 
-    prompts: Sequence[AnyPrompt]
+    prompts: Sequence[Prompt]
     template: Template
     params: SamplingParams
     settings: EngineSettings
@@ -51,7 +48,8 @@ class Batch:
 
     def fingerprint(self, index: int) -> str:
         """A hash of prompt, template, model, its weights, seed and sampling parameters."""
-        text = json.dumps([_fields_of(self.prompts[index]), self._settings_hashed], sort_keys=True)
+        prompt = self.prompts[index]
+        text = json.dumps([{prompt.kind: prompt.content}, self._settings_hashed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -102,25 +100,15 @@ class Printed:
         write(result.outputs[0].text.strip("\n") + "\n\n")
 
 
-def _title(prompt: AnyPrompt) -> str:
-    match prompt:
-        case TextPrompt(text=text):
-            line = " ".join(text.split())
-        case TokenPrompt(token_ids=ids):
-            line = f"{len(ids)} token ids"
-        case MessagesPrompt(messages=messages):
-            line = " ".join(text_of(messages[-1]).split())
+def _title(prompt: Prompt) -> str:
+    match prompt.kind:
+        case "prompt_token_ids":
+            line = f"{len(prompt.content)} token ids"
+        case "messages":
+            line = " ".join(text_of(prompt.content[-1]).split())
+        case _:
+            line = " ".join(prompt.content.split())
     return line if len(line) <= 76 else line[:73] + "..."
-
-
-def _fields_of(prompt: AnyPrompt) -> dict[str, Any]:
-    match prompt:
-        case TextPrompt(text=text):
-            return {"prompt": text}
-        case TokenPrompt(token_ids=ids):
-            return {"prompt_token_ids": ids}
-        case MessagesPrompt(messages=messages):
-            return {"messages": messages}
 
 
 class ResultFile:
@@ -187,7 +175,7 @@ class ResultFile:
         record = {
             "index": index,
             **({} if prompt.id is None else {"id": prompt.id}),
-            **_fields_of(prompt),
+            prompt.kind: prompt.content,
             "text": answer.text,
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from pyengine.cli.options import Command, guarded
-from pyengine.cli.replay import show_recording
-from pyengine.cli.view import view_recording
+from pyengine.cli.recordings import show_recording, view_recording
 
 trace = typer.Typer(name="trace", no_args_is_help=True)
 

@@ -4,10 +4,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
 from pyengine.cluster.messages import Events, Load, Snapshot
+
+if TYPE_CHECKING:
+    from pyengine.async_engine import AsyncEngine
+    from pyengine.kv_cache import BlockManager
 
 HEARTBEAT_SECONDS = 1.0
 """Interval at which a follower gets the load if there are no events."""
@@ -15,14 +19,8 @@ _MAX_UNREAD = 1 << 20
 """Unread events of a follower. Above this, it must start again with a snapshot."""
 
 
-class EventSource(Protocol):
-    """A `BlockManager` that keeps events, or an engine with one."""
-
-    def take_packed_events(self) -> tuple[bytes, bytes]:
-        """See `BlockManager.take_packed_events`."""
-
-    def cached_hashes(self) -> Sequence[bytes]:
-        """See `BlockManager.cached_hashes`."""
+EventSource: TypeAlias = "BlockManager | AsyncEngine"
+"""A cache that keeps events, or an engine with one."""
 
 
 class EventLog:

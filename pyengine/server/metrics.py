@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Protocol
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from pyengine.engine.client import EngineClientBase
 from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
 from pyengine.engine.offloading import STORE_COUNTERS
 from pyengine.engine.stats import EngineStats, StepResult
@@ -68,14 +68,12 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
         "Tokens computed in a step, of prompts and of decodes.",
         STEP_TOKEN_BUCKETS,
     ),
+    ("request_prompt_tokens", "Prompt tokens of a request.", ()),
+    ("request_generation_tokens", "Tokens generated for a request, all samples together.", ()),
     ("request_params_n", "Samples per request (`n`).", SEQUENCE_BUCKETS),
+    ("request_params_max_tokens", "`max_tokens`, if it was given.", ()),
 )
-_OF_LENGTHS = (
-    ("request_prompt_tokens", "Prompt tokens of a request."),
-    ("request_generation_tokens", "Tokens generated for a request, all samples together."),
-    ("request_params_max_tokens", "`max_tokens`, if it was given."),
-)
-"""Histograms whose buckets go up to the length of the context."""
+"""Names, help texts and buckets; those of no buckets go up to the length of the context."""
 _EARLY_ENDS = FINISH_REASONS[:2]
 _COUNTERS = {
     **COUNTERS,
@@ -98,19 +96,6 @@ def bytes_per_block(about: Mapping[str, object]) -> int | None:
     return None
 
 
-class MeteredEngine(Protocol):
-    """The part of `AsyncEngine` and `LLM` that the metrics read."""
-
-    def stats(self) -> EngineStats:
-        """See `EngineClient.stats`."""
-
-    def describe(self) -> dict[str, object]:
-        """See `EngineClient.describe`."""
-
-    def observe(self, observer: Any) -> None:
-        """See `EngineClient.observe`."""
-
-
 @dataclass(slots=True)
 class _Counts:
     """Totals over all steps."""
@@ -127,7 +112,7 @@ class EngineMetrics:
     `name` distinguishes engines: it is the label `engine`.
     """
 
-    def __init__(self, engine: MeteredEngine, *, model_name: str, name: str = "0") -> None:
+    def __init__(self, engine: EngineClientBase, *, model_name: str, name: str = "0") -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": name}
         self._about = engine.describe()
@@ -136,12 +121,11 @@ class EngineMetrics:
         longest = self._about.get("max_model_len")
         lengths = one_two_five(longest if isinstance(longest, int) else _MAX_TOKENS)
         self._histograms = [
-            Histogram(f"vllm:{name}", help, bounds)
-            for name, help, bounds in (*_HISTOGRAMS, *((*row, lengths) for row in _OF_LENGTHS))
+            Histogram(f"vllm:{name}", help, bounds or lengths) for name, help, bounds in _HISTOGRAMS
         ]
         self._first, self._gap, self._mean_gap, *others = self._histograms
         self._whole, self._queue, self._inference, self._prefill, self._decode, *others = others
-        self._step_tokens, self._n, self._prompts, self._outputs, self._max_tokens = others
+        self._step_tokens, self._prompts, self._outputs, self._n, self._max_tokens = others
         self._times = TokenGaps(self._gap)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)

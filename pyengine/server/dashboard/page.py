@@ -11,11 +11,12 @@ from contextlib import suppress
 from copy import deepcopy
 from importlib.resources import files
 from time import thread_time
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from pyengine.async_engine import AsyncEngine
 from pyengine.engine.stats import EngineView
 from pyengine.errors import PyEngineError
 from pyengine.server.dashboard import PAGE_POLICY
@@ -31,18 +32,6 @@ HEARTBEAT_SECONDS = 5.0
 """A stream without a new frame sends a comment after this time."""
 MAX_VIEWERS = 32
 MAX_REQUESTS = 1000
-
-
-class ViewedEngine(Protocol):
-    """The part of `AsyncEngine` that the page reads."""
-
-    tokenizer: Any
-
-    async def view(self, max_requests: int = ...) -> EngineView:
-        """See `AsyncEngine.view`."""
-
-    def describe(self) -> dict[str, object]:
-        """See `EngineClient.describe`."""
 
 
 class FrameBroadcaster(ABC):
@@ -130,7 +119,7 @@ class EngineBroadcaster(FrameBroadcaster):
 
     def __init__(
         self,
-        engine: ViewedEngine,
+        engine: AsyncEngine,
         *,
         model_name: str,
         show_prompts: bool = False,
@@ -186,7 +175,7 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     return str if tokenizer is None else deepcopy(tokenizer).decode
 
 
-def _about(engine: ViewedEngine, model_name: str) -> dict[str, Any]:
+def _about(engine: AsyncEngine, model_name: str) -> dict[str, Any]:
     """The constant part of each frame."""
     about = engine.describe()
     return {

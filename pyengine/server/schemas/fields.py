@@ -71,34 +71,6 @@ def _refused_unless_empty(name: str, note: str, empty: str, **options: Any) -> F
     return _refused(name, note, special=empty, is_special=lambda value, _: not value, **options)
 
 
-def _equals_n(value: Any, body: Any) -> bool:
-    return bool(value == (body.n or 1))
-
-
-def _is_empty_stop(value: Any, _: Any) -> bool:
-    return not any([value] if isinstance(value, str) else value)
-
-
-def _has_no_tools(value: Any, body: Any) -> bool:
-    return value == "auto" and not body.tools
-
-
-def _shows_special_tokens(value: Any, body: Any) -> bool:
-    return value is False and body.skip_special_tokens is False
-
-
-def _truncates_end(value: Any, body: Any) -> bool:
-    return value == "right" and body.truncate_prompt_tokens is not None
-
-
-def _echoes_nothing(value: Any, body: Any) -> bool:
-    return not value or body.messages[-1].get("role") != "assistant"
-
-
-def _chooses_no_function(value: Any, body: Any) -> bool:
-    return value in ("none", "auto") and not body.functions
-
-
 _CHAT_ONLY: Any = {"routes": (CHAT,)}
 _COMPLETIONS_ONLY: Any = {"routes": (COMPLETIONS,)}
 
@@ -123,7 +95,7 @@ _PROMPT = (
         "truncate_prompt_tokens keeps the last tokens",
         special="`right` with `truncate_prompt_tokens`",
         special_effect=Effect.REFUSED,
-        is_special=_truncates_end,
+        is_special=lambda side, body: side == "right" and body.truncate_prompt_tokens is not None,
     ),
     _honoured("add_generation_prompt", "begin a message of the assistant", **_CHAT_ONLY),
     _honoured("continue_final_message", "continue the last message", **_CHAT_ONLY),
@@ -137,7 +109,7 @@ _PROMPT = (
         "tool_choice",
         "auto, none, required, a function of `tools`, or `allowed_tools`",
         special="`auto` without `tools`",
-        is_special=_has_no_tools,
+        is_special=lambda choice, body: choice == "auto" and not body.tools,
         **_CHAT_ONLY,
     ),
     _honoured("parallel_tool_calls", "false: at most one call", **_CHAT_ONLY),
@@ -152,7 +124,7 @@ _PROMPT = (
         "function_call",
         "the older form of `tool_choice`",
         special="`none` and `auto` without `functions`",
-        is_special=_chooses_no_function,
+        is_special=lambda choice, body: choice in ("none", "auto") and not body.functions,
         **_CHAT_ONLY,
     ),
     _honoured(
@@ -177,7 +149,7 @@ _ANSWER = (
         "best_of",
         "every answer is returned; request n answers and choose the best",
         special="equal to `n`",
-        is_special=_equals_n,
+        is_special=lambda count, body: count == (body.n or 1),
     ),
     _honoured("max_tokens"),
     _honoured("max_completion_tokens", "another name of `max_tokens`", **_CHAT_ONLY),
@@ -186,7 +158,7 @@ _ANSWER = (
         "stop",
         "up to 32",
         special="an empty string",
-        is_special=_is_empty_stop,
+        is_special=lambda stop, _: not any([stop] if isinstance(stop, str) else stop),
     ),
     _honoured("stop_token_ids"),
     _honoured("include_stop_str_in_output"),
@@ -248,7 +220,7 @@ _FORM = (
         "echo",
         "the last message is not repeated; prepend it to the answer",
         special="`false`, or a last message that is not the assistant's",
-        is_special=_echoes_nothing,
+        is_special=lambda echo, body: not echo or body.messages[-1].get("role") != "assistant",
         **_CHAT_ONLY,
     ),
     _honoured("detokenize", "false: no text; `return_token_ids` gives the tokens"),
@@ -258,7 +230,7 @@ _FORM = (
         "special tokens are omitted, or decoded by the tokenizer with its spaces",
         special="`false` with `skip_special_tokens` false",
         special_effect=Effect.REFUSED,
-        is_special=_shows_special_tokens,
+        is_special=lambda spaces, body: spaces is False and body.skip_special_tokens is False,
     ),
     _honoured("return_token_ids", "add token ids of prompt and answer"),
     _honoured("return_tokens_as_token_ids", "tokens of log-probabilities as `token_id:7`"),

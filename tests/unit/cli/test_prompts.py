@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from pyengine.cli.prompts import (
-    MessagesPrompt,
+    Prompt,
     Template,
-    TextPrompt,
-    TokenPrompt,
     read_prompts,
     to_engine,
 )
@@ -29,15 +27,15 @@ def written(tmp_path: Path, content: str | bytes, name: str = "prompts.jsonl") -
 def test_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
     path = written(tmp_path, 'one\n\n  two  \r\n{"prompt": 3}\n', "prompts.txt")
     assert read_prompts(path) == [
-        TextPrompt("one"),
-        TextPrompt("  two  "),
-        TextPrompt('{"prompt": 3}'),
+        Prompt("one"),
+        Prompt("  two  "),
+        Prompt('{"prompt": 3}'),
     ]
 
 
 def test_only_newlines_end_a_line(tmp_path: Path) -> None:
     path = written(tmp_path, "one\u2028still one\x0c\ntwo\n", "prompts.txt")
-    assert read_prompts(path) == [TextPrompt("one\u2028still one\x0c"), TextPrompt("two")]
+    assert read_prompts(path) == [Prompt("one\u2028still one\x0c"), Prompt("two")]
 
 
 def test_jsonl_takes_strings_and_three_kinds_of_objects(tmp_path: Path) -> None:
@@ -50,10 +48,10 @@ def test_jsonl_takes_strings_and_three_kinds_of_objects(tmp_path: Path) -> None:
     ]
     path = written(tmp_path, "\n\n".join(json.dumps(line) for line in lines))
     assert read_prompts(path) == [
-        TextPrompt("one"),
-        TextPrompt("two", "b"),
-        TokenPrompt((1, 0)),
-        MessagesPrompt(tuple(messages)),
+        Prompt("one"),
+        Prompt("two", "b"),
+        Prompt((1, 0), kind="prompt_token_ids"),
+        Prompt(tuple(messages), kind="messages"),
     ]
 
 
@@ -75,7 +73,7 @@ def test_messages_are_those_that_the_engine_takes(
 ) -> None:
     path = written(tmp_path, json.dumps({"messages": [message]}))
     (prompt,) = read_prompts(path)
-    assert prompt == MessagesPrompt((message,))
+    assert prompt == Prompt((message,), kind="messages")
     assert _title(prompt).startswith(title)
 
 
@@ -84,7 +82,7 @@ def test_what_the_template_does_not_take_is_named(tmp_path: Path) -> None:
         def apply_chat_template(self, messages: Any) -> list[int]:
             raise InvalidRequestError("message 0 has an image")
 
-    prompts = [MessagesPrompt(({"role": "user", "content": "x"},))]
+    prompts = [Prompt(({"role": "user", "content": "x"},), kind="messages")]
     with pytest.raises(InvalidRequestError, match=r'the prompt \[{"role": .* 0 has an image'):
         to_engine(Refusing(chat_template="t"), prompts, Template.AUTO)
 
@@ -178,9 +176,9 @@ def test_template_choice_concerns_texts_only(
 ) -> None:
     engine = FakeEngine(chat_template="t" if model_has_one else None)
     prompts = [
-        TextPrompt("one two"),
-        TokenPrompt((5, 6)),
-        MessagesPrompt(({"role": "u", "content": "x"},)),
+        Prompt("one two"),
+        Prompt((5, 6), kind="prompt_token_ids"),
+        Prompt(({"role": "u", "content": "x"},), kind="messages"),
     ]
     text, tokens, messages = to_engine(engine, prompts, template)
     chatted = engine.apply_chat_template([{"role": "user", "content": "one two"}])
@@ -190,14 +188,14 @@ def test_template_choice_concerns_texts_only(
 
 
 def test_surrogate_pairs_are_characters(tmp_path: Path) -> None:
-    assert read_prompts(written(tmp_path, r'"\ud83d\ude00"')) == [TextPrompt("\N{GRINNING FACE}")]
+    assert read_prompts(written(tmp_path, r'"\ud83d\ude00"')) == [Prompt("\N{GRINNING FACE}")]
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, name: str) -> None:
     line = '"one"' if name.endswith("jsonl") else "one"
     path = written(tmp_path, f"{line}\n{line}\n".encode("utf-8-sig"), name)
-    assert read_prompts(path) == [TextPrompt("one")] * 2
+    assert read_prompts(path) == [Prompt("one")] * 2
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
@@ -225,7 +223,7 @@ def test_a_nul_in_a_text_file_is_refused(tmp_path: Path) -> None:
 def test_line_ends_of_other_systems(tmp_path: Path, name: str) -> None:
     line = '"one"' if name.endswith("jsonl") else "one"
     for end in ("\r\n", "\r"):
-        assert read_prompts(written(tmp_path, f"{line}{end}" * 3, name)) == [TextPrompt("one")] * 3
+        assert read_prompts(written(tmp_path, f"{line}{end}" * 3, name)) == [Prompt("one")] * 3
 
 
 @pytest.mark.parametrize(
@@ -255,7 +253,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
 
 def test_chat_without_a_template_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no chat template; use --raw"):
-        to_engine(FakeEngine(chat_template=None), [TextPrompt("x")], Template.CHAT)
+        to_engine(FakeEngine(chat_template=None), [Prompt("x")], Template.CHAT)
 
 
 def test_empty_prompts_are_refused_by_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pyengine.cli import replay
+from pyengine.cli import recordings
 from pyengine.cli.app import app
 from pyengine.kv_cache import BlockManager
 from tests.support.blocks import computed
@@ -88,8 +88,8 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
         def __getattr__(self, name: str) -> object:
             return Parted if name == "divergence" else getattr(self._real, name)
 
-    recorded_replay = replay.replay
-    monkeypatch.setattr(replay, "replay", Report)
+    recorded_replay = recordings.replay
+    monkeypatch.setattr(recordings, "replay", Report)
     result = run(file)
     assert result.exit_code == 1
     assert result.stderr == (

@@ -1,40 +1,68 @@
-"""Replays a recording of the block manager and prints its figures. Works without typer."""
+"""Recordings of the block manager: their figures, and a local page. Works without typer."""
 
 import time
-from collections.abc import Mapping
+import webbrowser
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyengine.cli.display import print_rows
 from pyengine.cli.status import FAILED
 from pyengine.cli.terminal import note, write
 from pyengine.errors import InvalidRequestError
-from pyengine.kv_cache import Divergence, PoolUsage, ReplayReport, Stats, TraceError, replay
+from pyengine.kv_cache import ReplayReport, Stats, TraceError, replay
 
 
 def show_recording(file: Path) -> int:
     """Replay FILE and print its figures; status 1 if an operation returns a different result."""
     started = time.perf_counter()
-    replayed = _replay(file)
+    with _named(file):
+        replayed = replay(file)
     seconds = time.perf_counter() - started
     print_rows("settings", {**replayed.settings, "recorded by": replayed.recorded_by})
     print_rows("operations", _grouped(replayed.operations))
     figures = _grouped(_figures(replayed.stats))
-    rate = _hit_rate(replayed.stats)
+    prompt, cached = replayed.stats.prompt_tokens, replayed.stats.cached_tokens
+    rate = f"{cached / prompt:.1%}" if prompt else "no prompts"
     print_rows("figures", {**figures, "hit rate": rate, "seconds": f"{seconds:.3f}"})
-    print_rows("usage at the end", _grouped(_usage(replayed.usage)))
+    states = ("free", "evictable", "active", "pinned", "loading")
+    usage = {state: getattr(replayed.usage, state) for state in states}
+    print_rows("usage at the end", _grouped(usage))
     if replayed.failed_check is not None:
         note(f"check() failed: {replayed.failed_check}")
-    if replayed.divergence is not None:
-        _print_divergence(replayed.divergence)
+    if (divergence := replayed.divergence) is not None:
+        note(
+            f"operation {divergence.operation} returned a different result\n"
+            f"  call      {divergence.call}\n"
+            f"  recorded  {divergence.recorded}\n"
+            f"  obtained  {divergence.obtained}"
+        )
     if replayed.failed_check is not None or replayed.divergence is not None:
         return FAILED
     write(f"{_verdict(replayed)}\n", bold=True)
     return 0
 
 
-def _replay(file: Path) -> ReplayReport:
+def view_recording(file: Path, *, port: int = 0, is_opened: bool = False) -> None:
+    """Show FILE on a page of this machine, operation by operation, until Ctrl-C."""
+    from pyengine.server.dashboard.trace_page import Recording, TraceServer
+
+    with _named(file):
+        recording = Recording(file)
+    with TraceServer(recording, port) as server:
+        write(f"{server.url}\n", bold=True)
+        write(f"{recording.num_operations:,} operations; Ctrl-C ends it\n")
+        if is_opened:
+            webbrowser.open(server.url)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Turn errors about a recording into `InvalidRequestError`s that name it."""
     try:
-        return replay(file)
+        yield
     except TraceError as error:
         raise InvalidRequestError(f"{file}: {error}") from error
     except OSError as error:
@@ -55,27 +83,8 @@ def _figures(stats: Stats) -> dict[str, int]:
     }
 
 
-def _hit_rate(stats: Stats) -> str:
-    prompt = stats.prompt_tokens
-    return f"{stats.cached_tokens / prompt:.1%}" if prompt else "no prompts"
-
-
-def _usage(usage: PoolUsage) -> dict[str, int]:
-    states = ("free", "evictable", "active", "pinned", "loading")
-    return {name: getattr(usage, name) for name in states}
-
-
 def _grouped(counts: Mapping[str, int]) -> dict[str, str]:
     return {name: f"{count:,}" for name, count in counts.items()}
-
-
-def _print_divergence(divergence: Divergence) -> None:
-    note(
-        f"operation {divergence.operation} returned a different result\n"
-        f"  call      {divergence.call}\n"
-        f"  recorded  {divergence.recorded}\n"
-        f"  obtained  {divergence.obtained}"
-    )
 
 
 def _verdict(report: ReplayReport) -> str:
