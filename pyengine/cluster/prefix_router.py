@@ -114,38 +114,25 @@ class ReplicaState:
     load: Load
 
 
+@dataclass(slots=True, eq=False)
 class _Replica:
     """Internal state of a replica; `bit` is its position in the index's bit sets."""
 
-    __slots__ = (
-        *(
-            "info",
-            "is_current",
-            "last",
-            "epoch",
-            "load",
-            "next",
-            "num_used_blocks",
-            "num_cached_blocks",
-        ),
-        *("num_pending", "num_requests", "num_routed", "bit"),
-    )
-
-    def __init__(self, info: ReplicaInfo, bit: int) -> None:
-        self.info = info
-        self.bit = bit
-        self.epoch = ""
-        self.next = 0
-        self.is_current = False
-        self.num_cached_blocks = 0
-        self.num_used_blocks = 0
-        """Distinct blocks of the prompts in progress."""
-        self.num_pending = 0
-        """Blocks of these prompts that are not computed yet; those to restore at their cost."""
-        self.num_requests = self.num_routed = 0
-        self.last = 0
-        """Sequence number of the last request sent to it."""
-        self.load = Load()
+    info: ReplicaInfo
+    bit: int
+    epoch: str = ""
+    next: int = 0
+    is_current: bool = False
+    num_cached_blocks: int = 0
+    num_used_blocks: int = 0
+    """Distinct blocks of the prompts in progress."""
+    num_pending: int = 0
+    """Blocks of these prompts that are not computed yet; those to restore at their cost."""
+    num_requests: int = 0
+    num_routed: int = 0
+    last: int = 0
+    """Sequence number of the last request sent to it."""
+    load: Load = field(default_factory=Load)
 
     @property
     def num_running(self) -> int:

@@ -29,12 +29,10 @@ _IDLE = {
     "tokenizer.ggml.seperator_token_id": "separates the sentences of a pair",
     "tokenizer.ggml.cls_token_id": "marks texts to classify",
     "tokenizer.ggml.mask_token_id": "marks words to guess",
-    "tokenizer.ggml.fim_pre_token_id": "for prompts, which requests contain",
-    "tokenizer.ggml.fim_suf_token_id": "for prompts, which requests contain",
-    "tokenizer.ggml.fim_mid_token_id": "for prompts, which requests contain",
-    "tokenizer.ggml.prefix_token_id": "for prompts, which requests contain",
-    "tokenizer.ggml.suffix_token_id": "for prompts, which requests contain",
-    "tokenizer.ggml.middle_token_id": "for prompts, which requests contain",
+    **{
+        f"tokenizer.ggml.{part}_token_id": "for prompts, which requests contain"
+        for part in ("fim_pre", "fim_suf", "fim_mid", "prefix", "suffix", "middle")
+    },
     "tokenizer.ggml.precompiled_charsmap": "for vocabularies of unigrams, which are refused",
     "tokenizer.huggingface.json": "a copy of the tokenizer in another form",
     "{}.rope.scaling.finetuned": "describes the training",

@@ -20,12 +20,11 @@ _ABOVE_0 = (
 )
 
 
-def _several(help: str, flag: str, **form: Any) -> Any:
+def _several(help: str, **form: Any) -> Any:
     """A setting of any number of texts; on the command line the option is given again for each."""
     return setting(
         (),
         f"{help}; may be repeated",
-        flag=flag,
         parse=list[str] | None,
         convert=lambda texts: tuple(texts or ()),
         **form,
@@ -44,26 +43,22 @@ class ServerSettings:
     root_path: str = setting("", "path prefix that a proxy removes")
     served_model_name: tuple[str, ...] = _several(
         "name of the model for clients; default: the name it was opened by",
-        "--served-model-name",
     )
     api_key: tuple[str, ...] = _several(
         "key that clients must send as `Authorization: Bearer KEY`; default: no key is needed; "
         "PYENGINE_API_KEY keeps it out of the process list",
-        "--api-key",
         env="PYENGINE_API_KEY",
         repr=False,
     )
     admin_key: tuple[str, ...] = _several(
         "key for operators: /kv, all of /metrics, other keys' requests; a single --api-key is also "
         "an admin key; PYENGINE_ADMIN_KEY keeps it out of the process list",
-        "--admin-key",
         env="PYENGINE_ADMIN_KEY",
         repr=False,
     )
     insecure: bool = setting(False, "without a key, allow addresses that other machines can reach")
     allowed_host: tuple[str, ...] = _several(
         "host name that clients use, for the check of the Host header; * for any",
-        "--allowed-host",
     )
     max_priority: float = setting(
         0.0, "maximum distance of a request's `priority` from 0; no limit for admin keys", minimum=0
@@ -78,7 +73,7 @@ class ServerSettings:
         "have sent before; by default, whole blocks are counted",
     )
     cors_origin: tuple[str, ...] = _several(
-        "origin whose pages may call the server from a browser; * for all", "--cors-origin"
+        "origin whose pages may call the server from a browser; * for all"
     )
     ssl_keyfile: Path | None = setting(None, "file with the private key, for HTTPS")
     ssl_certfile: Path | None = setting(None, "file with the certificate, for HTTPS")

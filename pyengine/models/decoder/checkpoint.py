@@ -12,7 +12,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -99,10 +99,13 @@ class StoredTensor:
         part = replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:])
         return replace(part, start=self.start + index * part.num_bytes)
 
+    reads_floats: ClassVar[bool] = False
+    """True if `read` gives floats, whatever the `dtype`."""
+
     @property
     def is_of_floats(self) -> bool:
         """True if `read` gives floats."""
-        return self.dtype in _NUMPY
+        return self.reads_floats or self.dtype in _NUMPY
 
     @property
     def packed_as(self) -> str | None:
@@ -145,10 +148,7 @@ def _within(count: int, before: slice | None, part: slice) -> slice:
 class Float8Stored(StoredTensor):
     """A tensor of 8-bit floats without scales."""
 
-    @property
-    def is_of_floats(self) -> bool:
-        """True: `read` gives float32."""
-        return True
+    reads_floats = True
 
     def read(self) -> Array:
         """The tensor in float32."""

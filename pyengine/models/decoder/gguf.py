@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,14 +51,10 @@ class GGUFStored(StoredTensor):
     If it `is_kept`, kernels may multiply by its bytes; else it is read as floats.
     """
 
+    reads_floats: ClassVar[bool] = True
     file: GGUFFile | None = None
     tensor: GGUFTensor | None = None
     is_kept: bool = True
-
-    @property
-    def is_of_floats(self) -> bool:
-        """True: formats are turned into floats."""
-        return True
 
     @property
     def packed_as(self) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,13 +33,9 @@ _WEIGHT = ".weight"
 class PackedStored(StoredTensor):
     """A matrix `shape` whose tensors are `own`, by the layout's names for them."""
 
+    reads_floats: ClassVar[bool] = True
     layout: PackedLayout | None = None
     own: tuple[tuple[str, StoredTensor], ...] = ()
-
-    @property
-    def is_of_floats(self) -> bool:
-        """True: codes are turned into floats."""
-        return True
 
     @property
     def packed_as(self) -> str | None:
