@@ -226,12 +226,9 @@ class SignalledServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
             return
         is_first = self._num_signals == 1
-        _log.warning(
-            "%s: %d running requests %s",
-            name,
-            len(self._context.live),
-            _FIRST if is_first else _NEXT,
-        )
+        later = "may finish, new ones get 503; a second signal aborts them"
+        end = later if is_first else "are aborted"
+        _log.warning("%s: %d running requests %s", name, len(self._context.live), end)
         timeout = self._context.settings.drain_timeout if is_first else 0
         task = asyncio.get_running_loop().create_task(self._drain(timeout))
         self._ending.add(task)
@@ -240,7 +237,3 @@ class SignalledServer(uvicorn.Server):
         if not await self._context.engine.drain(timeout) and timeout:
             _log.warning("requests were aborted after %g seconds", timeout)
         self.should_exit = True
-
-
-_FIRST = "may finish, new ones get 503; a second signal aborts them"
-_NEXT = "are aborted"

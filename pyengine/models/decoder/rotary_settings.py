@@ -71,11 +71,9 @@ def rope_type(section: Settings | None, kind: RotaryKind | None = None) -> str:
     return dict(kind.renamed if kind else ()).get(name, name)
 
 
-def read_rotary(
-    settings: Settings, head_dim: int, kind: RotaryKind, *, theta: str = "rope_theta"
-) -> Rotary:
-    """The rotary embedding of all layers. `theta` is the key of its base outside of the section."""
-    return rotary_of(settings, rope_section(settings), head_dim, kind, theta=theta)
+def read_rotary(settings: Settings, head_dim: int, kind: RotaryKind) -> Rotary:
+    """The rotary embedding of all layers."""
+    return rotary_of(settings, rope_section(settings), head_dim, kind)
 
 
 def rotary_of(
@@ -86,7 +84,10 @@ def rotary_of(
     *,
     theta: str = "rope_theta",
 ) -> Rotary:
-    """The rotary embedding of a `section`, with what it lacks from the `settings` around it."""
+    """The rotary embedding of a `section`, with what it lacks from the `settings` around it.
+
+    `theta` is the key of its base there.
+    """
     inner = section or Settings({}, "")
     base = _inner_or_outer(inner, "rope_theta", settings, theta)
     share = _share(inner, settings, kind)

@@ -8,6 +8,7 @@ one that is not is whole on every rank.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
@@ -41,31 +42,27 @@ class Linear:
         return self.product.multiply(rows)
 
 
+@dataclass(frozen=True, slots=True)
 class Weights:
     """The weights of one layer, or (`layer` None) those outside of layers: the part of a `rank`."""
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        names: Names,
-        kernels: Kernels,
-        layer: int | None = None,
-        rank: Rank = WHOLE,
-    ) -> None:
-        self._tensors, self._names, self.kernels = tensors, names, kernels
-        self.layer, self.rank = layer, rank
+    _tensors: Tensors
+    _names: Names
+    kernels: Kernels
+    layer: int | None = None
+    rank: Rank = WHOLE
 
     def of_layer(self, layer: int) -> "Weights":
         """The weights of this layer."""
-        return Weights(self._tensors, self._names, self.kernels, layer, self.rank)
+        return replace(self, layer=layer)
 
     def outside(self) -> "Weights":
         """The weights outside of layers."""
-        return Weights(self._tensors, self._names, self.kernels, None, self.rank)
+        return replace(self, layer=None)
 
     def with_kernels(self, kernels: Kernels, rank: Rank = WHOLE) -> "Weights":
         """The same weights for another kernel set, of one rank."""
-        return Weights(self._tensors, self._names, kernels, self.layer, rank)
+        return replace(self, kernels=kernels, rank=rank)
 
     def has(self, name: str) -> bool:
         """True if the file has it."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -25,6 +26,10 @@ MAX_OPERATIONS = 1_000
 _KEPT_FRAMES = 64
 _SHOWN_BLOCKS = 64
 """Blocks of a table in a frame."""
+_CHANGE = attrgetter(
+    *("operation", "call", "state", "refs", "seq_refs", "sequences", "is_registered")
+)
+"""A change of a block as the page takes it."""
 
 
 class Recording:
@@ -113,20 +118,7 @@ class Recording:
     def life(self, block: int) -> str:
         """The operations that changed a block: number, call, state, counters, sequences, cached."""
         changes = TracePlayer(self._path).follow(block)
-        return json.dumps(
-            [
-                (
-                    change.operation,
-                    change.call,
-                    change.state,
-                    change.refs,
-                    change.seq_refs,
-                    change.sequences,
-                    change.is_registered,
-                )
-                for change in changes
-            ]
-        )
+        return json.dumps([*map(_CHANGE, changes)])
 
 
 class TraceServer(ThreadingHTTPServer):

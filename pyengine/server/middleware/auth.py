@@ -20,27 +20,16 @@ _PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any 
 
 def callers(settings: ServerSettings) -> list[Caller]:
     """One caller per key."""
-    limit = settings.max_priority
     are_several = len(settings.keys) > 1
-
-    def tenant(name: str) -> bytes:
-        return name.encode() if are_several else b""
-
     is_alone = len(settings.api_key) == 1 and not settings.admin_key
-    clients = [
-        Caller(key.encode(), f"{number}", is_alone, limit, tenant(f"{number}"))
-        for number, key in enumerate(settings.api_key, start=1)
-    ]
-    admins = [
-        Caller(
-            key.encode(),
-            f"admin-{number}",
-            max_priority=math.inf,
-            tenant=tenant(f"admin-{number}"),
-        )
-        for number, key in enumerate(settings.admin_key, start=1)
-    ]
-    return clients + admins
+    by_key = []
+    for kind, keys in (("", settings.api_key), ("admin-", settings.admin_key)):
+        for number, key in enumerate(keys, start=1):
+            name, is_admin = f"{kind}{number}", bool(kind) or is_alone
+            limit = math.inf if kind else settings.max_priority
+            tenant = name.encode() if are_several else b""
+            by_key.append(Caller(key.encode(), name, is_admin, limit, tenant))
+    return by_key
 
 
 def _header(scope: Any, name: bytes) -> bytes:

@@ -125,15 +125,12 @@ def _top(token: int, entry: Logprob, as_ids: bool | None) -> TopLogprob:
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:
     """Log-probabilities of a prompt's tokens, by token id."""
 
-    def infos() -> Iterator[dict[int, LogprobInfo] | None]:
+    def of_tokens() -> Iterator[dict[int, LogprobInfo] | None]:
         for candidates in entries:
-            yield (
-                None
-                if candidates is None
-                else {token: _info(entry) for token, entry in candidates.items()}
-            )
+            infos = {token: _info(entry) for token, entry in (candidates or {}).items()}
+            yield None if candidates is None else infos
 
-    of_prompt: PromptLogprobs = items(len(entries), infos)
+    of_prompt: PromptLogprobs = items(len(entries), of_tokens)
     return of_prompt
 
 

@@ -144,10 +144,10 @@ QWEN_EXPERTS = {
     **expert_names("mlp.experts", "gate_proj", "up_proj", "down_proj"),
 }
 MIXTRAL_EXPERTS = {
-    "router": (Stored(("block_sparse_moe.gate",)), Stored(("mlp.gate",))),
+    "router": (*stored("block_sparse_moe.gate"), *stored("mlp.gate")),
     "correction": (
-        Stored(("block_sparse_moe.e_score_correction_bias",), weight=""),
-        Stored(("mlp.e_score_correction_bias",), weight=""),
+        *vector("block_sparse_moe.e_score_correction_bias"),
+        *vector("mlp.e_score_correction_bias"),
     ),
     **expert_names("block_sparse_moe.experts", "w1", "w3", "w2"),
 }
@@ -202,17 +202,14 @@ FAMILIES = (
         names(
             ATTENTION,
             PRE_NORM,
-            router=(
-                Stored(("block_sparse_moe.router.layer",)),
-                Stored(("block_sparse_moe.router",)),
-            ),
+            router=(*stored("block_sparse_moe.router.layer"), *stored("block_sparse_moe.router")),
             expert_gate_up=(
-                Stored(("block_sparse_moe.input_linear",)),
-                Stored(("block_sparse_moe.experts.gate_up_proj",), weight=""),
+                *stored("block_sparse_moe.input_linear"),
+                *vector("block_sparse_moe.experts.gate_up_proj"),
             ),
             expert_down=(
-                Stored(("block_sparse_moe.output_linear",)),
-                Stored(("block_sparse_moe.experts.down_proj",), weight=""),
+                *stored("block_sparse_moe.output_linear"),
+                *vector("block_sparse_moe.experts.down_proj"),
             ),
         ),
     ),

@@ -73,11 +73,6 @@ NOT_READ = "transformers does not read it"
 WHOLE = RotaryKind()
 """Whole heads rotate."""
 
-_TRAINING = "for training"
-_SAMPLING = "a default of sampling, read from generation_config.json"
-_TOKENS = "read with the tokenizer"
-_OF_THE_FILE = "says where the file came from"
-_OUTPUTS = "about what transformers returns"
 NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -91,7 +86,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
                 *("use_flash_attn", "use_flash_attention", "fused_qkv", "fp32_attention"),
                 *("max_sequence_length_in_training", "moe_aux_loss_coeff", "router_bias_update"),
             ),
-            _TRAINING,
+            "for training",
         ),
         **dict.fromkeys(
             (
@@ -103,7 +98,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
                 *("remove_invalid_values", "exponential_decay_length_penalty"),
                 *("suppress_tokens", "begin_suppress_tokens", "cache_implementation"),
             ),
-            _SAMPLING,
+            "a default of sampling, read from generation_config.json",
         ),
         **dict.fromkeys(
             (
@@ -111,7 +106,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
                 *("decoder_start_token_id", "prefix", "tokenizer_class"),
                 *("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id"),
             ),
-            _TOKENS,
+            "read with the tokenizer",
         ),
         **dict.fromkeys(
             (
@@ -121,7 +116,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
                 *("custom_pipelines", "base_model_name_or_path"),
                 *("finetuning_task", "task_specific_params", "transformers.js_config"),
             ),
-            _OF_THE_FILE,
+            "says where the file came from",
         ),
         **dict.fromkeys(
             (
@@ -130,7 +125,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
                 *("id2label", "label2id", "num_labels", "problem_type"),
                 *("use_cache", "tie_last_hidden_states"),
             ),
-            _OUTPUTS,
+            "about what transformers returns",
         ),
         **dict.fromkeys(
             (
@@ -149,7 +144,6 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(
 )
 """Keys that change no answer, whatever the family."""
 
-_OFF = "it switches off what the family does not have"
 NEUTRAL: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -162,7 +156,7 @@ NEUTRAL: Mapping[str, tuple[object, str]] = MappingProxyType(
                 *("parallel_attn", "use_parallel_residual", "scale_embedding", "attention_sink"),
                 *("use_bidirectional_attention", "use_double_wide_mlp", "enable_moe_block"),
             ),
-            (False, _OFF),
+            (False, "it switches off what the family does not have"),
         ),
         **dict.fromkeys(
             (
