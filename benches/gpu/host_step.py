@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from pyengine.attention.backend import AttentionOptions, AttentionPlan, StepInputs
+from pyengine.attention.backend import AttentionMetadata, AttentionOptions, StepInputs
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import (
@@ -140,10 +140,10 @@ class Host:
             plan.prefill(sequence, length)
             plan.commit([1])
 
-    def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         rows = torch.zeros(len(inputs.seq_lens), 1, HEAD_DIM, dtype=torch.bfloat16)
         for layer in range(self.case.groups):
-            plan.forward(layer, (rows, rows, rows), AttentionOptions(1.0))
+            metadata.forward(layer, (rows, rows, rows), AttentionOptions(1.0))
         return rows[:, 0]
 
     def step(self) -> tuple[float, float]:

@@ -39,7 +39,7 @@ class Attention(Counting):
         self._result: torch.Tensor | None = None
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         if self._result is None or len(self._result) != len(qkv[0]):
             self._result = super().forward(layer, qkv, options)
         return self._result

@@ -61,11 +61,11 @@ class StepInputs:
       Where a group slides, blocks behind the window of the first new token are the null block.
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
 
-    The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
-    device. They are valid until the next step is filled in. Where the tensors stay in place for a
+    The `host_` arrays hold the same numbers in host memory, so that `metadata` never waits for the
+    device. They are valid until the next step is filled in. If the tensors stay in place for a
     graph, `block_tables` has room for the longest sequence, and `host_block_tables` is as wide as
     the longest of the step. `shared` has the shared blocks, for backends with a `shared_group`;
-    `cascade` those of them that a `sharing_graph_plan` is to read once.
+    `cascade` those of them that `sharing_graph_metadata` reads once.
     """
 
     input_ids: Any
@@ -121,8 +121,8 @@ QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 head_dim_v]` of a layer's step, any strides."""
 
 
-class AttentionPlan(Protocol):
-    """One step, prepared: index tensors that every layer of the step shares."""
+class AttentionMetadata(Protocol):
+    """The index tensors of one step, which all its layers share, and attention by them."""
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
         """Apply `options.rotation`, write the step's keys and values, then attend.
@@ -134,13 +134,13 @@ class AttentionPlan(Protocol):
         """
 
 
-class GraphPlan(AttentionPlan, Protocol):
-    """A plan whose `forward` can be captured in a CUDA graph, and replayed for other steps."""
+class GraphMetadata(AttentionMetadata, Protocol):
+    """Metadata whose `forward` can be captured in a CUDA graph and replayed for other steps."""
 
     def refresh(self, inputs: StepInputs) -> None:
         """Prepare the next step, of the same number of sequences, outside the graph.
 
-        `inputs` has the tensors the plan was made over, filled anew, and their host arrays.
+        `inputs` has the tensors that it was built over, filled anew, and their host arrays.
         """
 
 
@@ -158,11 +158,11 @@ class AttentionBackend(ABC):
     block_size = 16
     """Tokens of a KV block that it prefers."""
     supports_graphs = False
-    """True if `graph_plan` can be called."""
+    """True if `graph_metadata` can be called."""
     shared_group: int | None = None
     """The layer group whose shared blocks it reads once; None: none."""
     takes_arrays = False
-    """True if `plan` takes the arrays of a step on the CPU; else it takes `StepInputs.tensors`."""
+    """True if `metadata` takes arrays of a step on the CPU; else it takes `StepInputs.tensors`."""
     reads_tables = True
     """True if it reads `StepInputs.block_tables`; else only `host_block_tables` are filled."""
 
@@ -177,27 +177,27 @@ class AttentionBackend(ABC):
         return f"it runs on cpu and cuda, the device is {needs.device}"
 
     @abstractmethod
-    def plan(self, inputs: StepInputs) -> AttentionPlan:
-        """Prepare a step: called once, before the first layer."""
+    def metadata(self, inputs: StepInputs) -> AttentionMetadata:
+        """Build the metadata of a step: called once, before the first layer."""
 
     def cascade(self, _inputs: StepInputs) -> Any:
         """The `Cascade` of a step, if it is faster to read shared blocks once; None: it is not."""
         return None
 
-    def sharing_graph_plan(self, _inputs: StepInputs) -> GraphPlan | None:
-        """A `graph_plan` that reads shared blocks once; None: not for this batch."""
+    def sharing_graph_metadata(self, _inputs: StepInputs) -> GraphMetadata | None:
+        """`graph_metadata` that reads shared blocks once; None: not for this batch."""
         return None
 
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+    def graph_metadata(self, inputs: StepInputs) -> GraphMetadata:
         """Prepare a decode step, one token per sequence, that is to be captured.
 
         The tensors of `inputs` keep their storage and shapes while the graph lives: `forward`
         reads lengths and tables from them (or from memory that `refresh` fills), and what it
         launches depends on nothing else. Its table bounds the length of a sequence.
 
-        In order: `graph_plan`; one pass of the model without a capture, which runs all first-use
-        setup; the capture; then, for each step, the tensors are filled, `refresh` is called, and
-        the graph is replayed. All of it under `torch.inference_mode`, or none of it.
+        In order: `graph_metadata`; one pass of the model without a capture, which runs all
+        first-use setup; the capture; then, for each step, the tensors are filled, `refresh` is
+        called, and the graph is replayed. All of it under `torch.inference_mode`, or none of it.
         Rows that pad the batch have length 1, the null block as their table, and the slot -1.
 
         Raises `ConfigurationError` where `supports_graphs` is false.

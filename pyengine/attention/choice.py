@@ -167,10 +167,10 @@ def try_out(
         with on_device(needs.device):
             backend = build(KVPool(specs, _TRIAL_BLOCKS, block_size, needs.device))
             for new_tokens in (3, 1):
-                plan = backend.plan(_trial_inputs(new_tokens, block_size, needs.device))
+                metadata = backend.metadata(_trial_inputs(new_tokens, block_size, needs.device))
                 for layer, kind in enumerate(kinds):
                     rows = _trial_rows(new_tokens, kind, needs)
-                    plan.forward(layer, rows, _trial_options(kind, needs))
+                    metadata.forward(layer, rows, _trial_options(kind, needs))
             if needs.device.type == "cuda":
                 import torch
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pyengine.attention.backend import QKV, AttentionOptions, AttentionPlan
+from pyengine.attention.backend import QKV, AttentionMetadata, AttentionOptions
 from pyengine.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PagedContext:
-    """The value of `paged=` in a call of the model: the plan of this step's attention.
+    """The value of `paged=` in a call of the model: the attention metadata of the step.
 
     `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
     counts the layers that attended so far; the runner compares it with the layers of the pool,
     since a layer that keeps its state elsewhere would silently be wrong.
     """
 
-    plan: AttentionPlan
+    metadata: AttentionMetadata
     kept: Sequence[int | None]
     attended: int = field(default=0)
 
     def attend(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
-        """See `AttentionPlan.forward`, and `count`."""
+        """See `AttentionMetadata.forward`, and `count`."""
         self.count(layer, options.sliding_window)
-        return self.plan.forward(layer, qkv, options)
+        return self.metadata.forward(layer, qkv, options)
 
     def count(self, layer: int, window: int | None) -> None:
         """Count that `layer` attends, to the last `window` positions or to all (None).

@@ -85,12 +85,12 @@ class CpuBackend(AttentionBackend):
             return "this processor has no AVX2 with FMA"
         return None if needs.cache_dtype == "int8" else cache_dtype_obstacle(needs)
 
-    def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "CpuPlan":
+    def metadata(self, inputs: StepInputs, *, first_key: int = 0) -> "CpuMetadata":
         """Prepare a step; the sequences are checked here, once for all layers.
 
-        For `first_key` see `GatherBackend.plan`.
+        For `first_key` see `GatherBackend.metadata`.
         """
-        return CpuPlan(self, inputs, first_key)
+        return CpuMetadata(self, inputs, first_key)
 
 
 def _torch_threads() -> CpuAttention:
@@ -105,7 +105,7 @@ def _rows(tensor: "torch.Tensor") -> npt.NDArray[Any]:
     return array_of(tensor if dense else tensor.contiguous())
 
 
-class CpuPlan:
+class CpuMetadata:
     """One step of the cpu backend."""
 
     def __init__(self, backend: CpuBackend, inputs: StepInputs, first_key: int = 0) -> None:
@@ -133,7 +133,7 @@ class CpuPlan:
         self._angles_of: tuple[Any, ...] = ()
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         query, key, value = qkv
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         rotation = None if options.rotation is None else self._rotation(options.rotation)

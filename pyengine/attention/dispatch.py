@@ -1,4 +1,4 @@
-"""From a layer of the model to the plan of the step: the function that transformers calls.
+"""From a layer of the model to the metadata of the step: the function that transformers calls.
 
 In an uncompiled model, `paged=` holds the step. A compiled graph holds tensors and numbers only. So
 there attention is one opaque operator: the graph holds the number of its model, and the operator
@@ -31,7 +31,7 @@ class CompiledModel(NamedTuple):
     number: int
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`: one operator that is opaque to the compiler."""
+        """See `AttentionMetadata.forward`: one operator that is opaque to the compiler."""
         attended: torch.Tensor = torch.ops.pyengine.paged_attention(
             *qkv,
             options.sinks,
@@ -126,7 +126,7 @@ def _attend_opaquely(  # noqa: PLR0913, PLR0917
     weights: list[torch.Tensor],
     norm: list[float],
 ) -> torch.Tensor:
-    """Attend in `layer` of model `number`; shapes as in `AttentionPlan.forward`.
+    """Attend in `layer` of model `number`; shapes as in `AttentionMetadata.forward`.
 
     It writes keys and values into the pool, which no other part of a graph sees; the order of the
     layers is that of their inputs. The result is contiguous, as `_shape` promises: a graph reads

@@ -56,13 +56,13 @@ class FlashAttnBackend(AttentionBackend):
             return "the package flash-attn is not installed"
         return flash_kernel_obstacle(needs)
 
-    def plan(self, inputs: StepInputs) -> "FlashAttnPlan":
+    def metadata(self, inputs: StepInputs) -> "FlashAttnMetadata":
         """Prepare a step."""
-        return FlashAttnPlan(self, inputs, longest_in(inputs))
+        return FlashAttnMetadata(self, inputs, longest_in(inputs))
 
-    def graph_plan(self, inputs: StepInputs) -> "FlashAttnPlan":
+    def graph_metadata(self, inputs: StepInputs) -> "FlashAttnMetadata":
         """Prepare a step whose sequences may grow to the width of their tables."""
-        return FlashAttnPlan(self, inputs, longest_ever(inputs, self.pool.block_size))
+        return FlashAttnMetadata(self, inputs, longest_ever(inputs, self.pool.block_size))
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else (0, 0, 0)
 
 
-class FlashAttnPlan:
+class FlashAttnMetadata:
     """One step by flash-attn 2; no sequence is longer than `longest`."""
 
     def __init__(self, backend: FlashAttnBackend, inputs: StepInputs, longest: int) -> None:
@@ -85,12 +85,12 @@ class FlashAttnPlan:
         self._starts = inputs.query_start_loc[decodes:] - decodes if self._has_rest else None
 
     def refresh(self, inputs: StepInputs) -> None:
-        """See `GraphPlan.refresh`."""
+        """See `GraphMetadata.refresh`."""
         if self._extents is not None:
             self._extents.refresh(inputs)
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         backend, inputs, decodes = self._backend, self._inputs, self._decodes
         query = backend.writer.write_step(layer, qkv, inputs.slot_mapping, options.rotation)
         query = query.contiguous()
@@ -185,16 +185,16 @@ class FlashAttn3Backend(AttentionBackend):
             return "the package flash-attn-3 is not installed"
         return flash_kernel_obstacle(needs, 1)
 
-    def plan(self, inputs: StepInputs) -> "FlashAttn3Plan":
+    def metadata(self, inputs: StepInputs) -> "FlashAttn3Metadata":
         """Prepare a step."""
-        return FlashAttn3Plan(self, inputs)
+        return FlashAttn3Metadata(self, inputs)
 
-    def graph_plan(self, inputs: StepInputs) -> "FlashAttn3Plan":
+    def graph_metadata(self, inputs: StepInputs) -> "FlashAttn3Metadata":
         """The same: lengths and tables come from the step's tensors alone."""
-        return FlashAttn3Plan(self, inputs)
+        return FlashAttn3Metadata(self, inputs)
 
 
-class FlashAttn3Plan:
+class FlashAttn3Metadata:
     """One step by flash-attn 3."""
 
     def __init__(self, backend: FlashAttn3Backend, inputs: StepInputs) -> None:
@@ -204,10 +204,10 @@ class FlashAttn3Plan:
         self._max_rows = int((starts[1:] - starts[:-1]).max())
 
     def refresh(self, inputs: StepInputs) -> None:
-        """See `GraphPlan.refresh`; there is nothing to do."""
+        """See `GraphMetadata.refresh`; there is nothing to do."""
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         backend, inputs = self._backend, self._inputs
         pool = backend.pool
         query = backend.writer.write_step(layer, qkv, inputs.slot_mapping, options.rotation)

@@ -292,25 +292,25 @@ class FlashInferBackend(AttentionBackend):
                 return "it does not read an 8-bit KV cache with heads of size 64"
         return int8_cache_obstacle(needs) or half_obstacle(needs) or equal_dims_obstacle(needs)
 
-    def plan(self, inputs: StepInputs) -> "FlashInferPlan":
-        """Prepare a step; a wrapper is planned when a layer of its kind first asks."""
-        return FlashInferPlan(self, inputs)
+    def metadata(self, inputs: StepInputs) -> "FlashInferMetadata":
+        """Prepare a step; a wrapper is planned for the first layer of its kind."""
+        return FlashInferMetadata(self, inputs)
 
-    def graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan":
-        """A plan with separate wrappers, over fixed memory, which `refresh` plans again.
+    def graph_metadata(self, inputs: StepInputs) -> "FlashInferGraphMetadata":
+        """Metadata with its own wrappers over fixed memory, which `refresh` plans again.
 
         The wrappers of all sizes share that memory, as one graph runs at a time: largest first.
         """
-        return FlashInferGraphPlan(self, inputs)
+        return FlashInferGraphMetadata(self, inputs)
 
-    def sharing_graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan | None":
+    def sharing_graph_metadata(self, inputs: StepInputs) -> "FlashInferGraphMetadata | None":
         """The same, for steps whose shared blocks are read once."""
         _, batch, width = inputs.block_tables.shape
         if not _max_prefixes(batch):
             return None
         if self._prefixes is None or len(self._prefixes.rows) < 9 * batch:
             self._prefixes = PrefixMemory.of(batch, width, for_torch(self.pool.device))
-        return FlashInferGraphPlan(self, inputs, GraphPrefixes(self._prefixes, batch))
+        return FlashInferGraphMetadata(self, inputs, GraphPrefixes(self._prefixes, batch))
 
     def shares(self, kind: _Kind) -> bool:
         """True for layers that see all blocks of a shared prefix."""
@@ -522,7 +522,7 @@ class _Planned(NamedTuple):
     shared_rows: torch.Tensor | None = None
 
 
-class FlashInferPlan:
+class FlashInferMetadata:
     """One step by flashinfer."""
 
     def __init__(self, backend: FlashInferBackend, inputs: StepInputs) -> None:
@@ -535,7 +535,7 @@ class FlashInferPlan:
         self._planned: dict[_Kind, _Planned] = {}
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         backend, decodes = self._backend, self._decodes
         kind = backend.kind(layer, qkv[0], options)
         query = backend.writer.write(layer, qkv, self._slots[kind.group], options.rotation)
@@ -616,7 +616,7 @@ class FlashInferPlan:
         return self._rows[key]
 
 
-class FlashInferGraphPlan:
+class FlashInferGraphMetadata:
     """A decode step by flashinfer whose wrappers keep their memory from step to step."""
 
     def __init__(
@@ -637,7 +637,7 @@ class FlashInferGraphPlan:
         """The pages of a group, and those without shared prefixes."""
 
     def refresh(self, inputs: StepInputs) -> None:
-        """See `GraphPlan.refresh`."""
+        """See `GraphMetadata.refresh`."""
         backend = self._backend
         self._inputs = inputs
         layouts = {own: self._layout(own) for own in {own for _, own in self._fixed}}
@@ -650,7 +650,7 @@ class FlashInferGraphPlan:
         self._plan_sharers(self._sharers)
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         backend, prefixes, sinks = self._backend, self._prefixes, options.sinks
         kind = backend.kind(layer, qkv[0], options)
         query = backend.writer.write_step(layer, qkv, self._slots, options.rotation)

@@ -89,14 +89,14 @@ class FlexBackend(AttentionBackend):
         """See `AttentionBackend.obstacle`."""
         return flex_obstacle(needs)
 
-    def plan(self, inputs: StepInputs) -> "FlexPlan":
+    def metadata(self, inputs: StepInputs) -> "FlexMetadata":
         """Prepare a step; tiles are laid out per group and window, at first use."""
-        return FlexPlan(self, inputs, None)
+        return FlexMetadata(self, inputs, None)
 
-    def graph_plan(self, inputs: StepInputs) -> "FlexPlan":
+    def graph_metadata(self, inputs: StepInputs) -> "FlexMetadata":
         """Prepare a step whose tiles can hold all pages of its tables."""
         pages = min(self.pool.num_blocks + 1, inputs.block_tables.shape[2])
-        return FlexPlan(self, inputs, pages)
+        return FlexMetadata(self, inputs, pages)
 
 
 def _check_reach(pool: KVPool) -> None:
@@ -112,7 +112,7 @@ def _check_reach(pool: KVPool) -> None:
         )
 
 
-class FlexPlan:
+class FlexMetadata:
     """One step by FlexAttention; a tile holds up to `capacity` pages, None: as many as it needs."""
 
     def __init__(self, backend: FlexBackend, inputs: StepInputs, capacity: int | None) -> None:
@@ -134,7 +134,7 @@ class FlexPlan:
         self._find_columns()
 
     def refresh(self, inputs: StepInputs) -> None:
-        """See `GraphPlan.refresh`."""
+        """See `GraphMetadata.refresh`."""
         self._inputs = inputs
         if self._positions is not inputs.positions:
             self._positions[: len(inputs.positions)].copy_(inputs.positions)
@@ -146,7 +146,7 @@ class FlexPlan:
             fixed.copy_(self._tiles(group, window).packed(self._capacity, fixed.device))
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         backend, pool = self._backend, self._backend.pool
         group = pool.groups.locations[layer].group
         slots = self._inputs.slot_mapping

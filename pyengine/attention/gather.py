@@ -60,13 +60,13 @@ class GatherBackend(AttentionBackend):
         """See `AttentionBackend.obstacle`."""
         return int8_cache_obstacle(needs) or AttentionBackend.obstacle(needs)
 
-    def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
+    def metadata(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherMetadata":
         """Prepare a step; index tensors are made per sliding window, at first use.
 
-        Positions before `first_key` have no keys in the layers of this plan. Only their own rows
-        see them, and the results of those rows are not used.
+        Positions before `first_key` have no keys in these layers. Only their own rows see them, and
+        the results of those rows are not used.
         """
-        return GatherPlan(self, inputs, first_key)
+        return GatherMetadata(self, inputs, first_key)
 
 
 class Scratch:
@@ -102,7 +102,7 @@ class Scratch:
         return torch.index_select(cache, 0, blocks, out=out)
 
 
-class GatherPlan:
+class GatherMetadata:
     """One step of the gather backend."""
 
     def __init__(self, backend: GatherBackend, inputs: StepInputs, first_key: int = 0) -> None:
@@ -117,7 +117,7 @@ class GatherPlan:
         self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         group = self._pool.groups.locations[layer].group
         query = self._backend.writer.write(layer, qkv, self._slots[group], options.rotation)
         keys, values = self._pool.keys[layer], self._pool.values[layer]

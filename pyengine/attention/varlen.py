@@ -55,13 +55,13 @@ class VarlenBackend(AttentionBackend):
         """See `AttentionBackend.obstacle`."""
         return _obstacle(needs, (8, 0), _MIN_TORCH) or flash_kernel_obstacle(needs)
 
-    def plan(self, inputs: StepInputs) -> "VarlenPlan":
+    def metadata(self, inputs: StepInputs) -> "VarlenMetadata":
         """Prepare a step."""
-        return VarlenPlan(self, inputs, longest_in(inputs))
+        return VarlenMetadata(self, inputs, longest_in(inputs))
 
-    def graph_plan(self, inputs: StepInputs) -> "VarlenPlan":
+    def graph_metadata(self, inputs: StepInputs) -> "VarlenMetadata":
         """Prepare a step whose sequences may grow to the width of their tables."""
-        return VarlenPlan(self, inputs, longest_ever(inputs, self.pool.block_size))
+        return VarlenMetadata(self, inputs, longest_ever(inputs, self.pool.block_size))
 
     def attend(self, *arguments: Any, **settings: Any) -> Any:
         """`varlen_attn` by the kernel of this backend."""
@@ -121,7 +121,7 @@ class CudnnBackend(VarlenBackend):
             return super().attend(*arguments, **settings)
 
 
-class VarlenPlan:
+class VarlenMetadata:
     """One step by `varlen_attn`; no sequence is longer than `longest`."""
 
     def __init__(self, backend: VarlenBackend, inputs: StepInputs, longest: int) -> None:
@@ -130,11 +130,11 @@ class VarlenPlan:
         self._extents = Extents(inputs, longest)
 
     def refresh(self, inputs: StepInputs) -> None:
-        """See `GraphPlan.refresh`."""
+        """See `GraphMetadata.refresh`."""
         self._extents.refresh(inputs)
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`."""
+        """See `AttentionMetadata.forward`."""
         backend, inputs, extents = self._backend, self._inputs, self._extents
         if options.softcap is not None:
             raise ConfigurationError(

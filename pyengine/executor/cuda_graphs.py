@@ -16,7 +16,12 @@ from typing import Protocol
 
 import torch
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
+from pyengine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    GraphMetadata,
+    StepInputs,
+)
 from pyengine.executor.input_buffers import InputBuffers, Padding, Plan
 
 _log = logging.getLogger(__name__)
@@ -141,7 +146,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-_MakePlan = Callable[[StepInputs], GraphPlan | None]
+_BuildMetadata = Callable[[StepInputs], GraphMetadata | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +154,20 @@ class _Graph:
     """A captured step: its inputs on the device, its attention, and its replay."""
 
     inputs: StepInputs
-    plan: GraphPlan
+    metadata: GraphMetadata
     replay: Compute
 
 
 class DecodeGraphs:
     """The graphs of all sizes over one set of input tensors.
 
-    `forward(inputs, plan)` runs the model and returns the logits of `inputs.logits_indices`, which
-    in a decode step are all rows.
+    `forward(inputs, metadata)` runs the model and returns the logits of `inputs.logits_indices`,
+    which are all rows in a decode step.
     """
 
     def __init__(
         self,
-        forward: Callable[[StepInputs, AttentionPlan], torch.Tensor],
+        forward: Callable[[StepInputs, AttentionMetadata], torch.Tensor],
         backend: AttentionBackend,
         buffers: InputBuffers,
         null_block: int,
@@ -194,19 +199,19 @@ class DecodeGraphs:
         Raises the error of a pass without a capture if other ranks take part: they wait in it.
         """
         backend = self._backend
-        is_done = self._capture_all(sizes, record, backend.graph_plan, self._graphs)
+        is_done = self._capture_all(sizes, record, backend.graph_metadata, self._graphs)
         if is_done and backend.shared_group is not None:
-            self._capture_all(sizes, record, backend.sharing_graph_plan, self._sharing)
+            self._capture_all(sizes, record, backend.sharing_graph_metadata, self._sharing)
         self.sizes, self.sharing_sizes = sorted(self._graphs), sorted(self._sharing)
 
     def _capture_all(
-        self, sizes: Sequence[int], record: Record, make_plan: _MakePlan, graphs: dict[int, _Graph]
+        self, sizes: Sequence[int], record: Record, build: _BuildMetadata, graphs: dict[int, _Graph]
     ) -> bool:
         """Capture into `graphs`; False: a capture failed."""
         left = sorted(sizes)
         while left:
             try:
-                graph = self._captured(left[-1], record, make_plan)
+                graph = self._captured(left[-1], record, build)
             except Exception as error:  # any kernel may refuse to be captured
                 if self._agree is not None and not isinstance(error, CaptureFailed):
                     raise
@@ -221,20 +226,20 @@ class DecodeGraphs:
         return True
 
     @torch.inference_mode()
-    def _captured(self, size: int, record: Record, make_plan: _MakePlan) -> _Graph | None:
+    def _captured(self, size: int, record: Record, build: _BuildMetadata) -> _Graph | None:
         inputs = self._buffers.fixed_inputs(Padding(size, self._null_block))
-        plan = make_plan(inputs)
-        if plan is None:
+        metadata = build(inputs)
+        if metadata is None:
             return None
-        found = self._forward(inputs, plan)  # all first-use setup runs now
+        found = self._forward(inputs, metadata)  # all first-use setup runs now
         if self._logits is None:
             self._logits = torch.empty_like(found)
         logits = self._logits[:size]
 
         def compute() -> torch.Tensor:
-            return logits.copy_(self._forward(inputs, plan))
+            return logits.copy_(self._forward(inputs, metadata))
 
-        return _Graph(inputs, plan, self._recorded(record, compute))
+        return _Graph(inputs, metadata, self._recorded(record, compute))
 
     def _recorded(self, record: Record, compute: Compute) -> Compute:
         if self._agree is None:
@@ -274,7 +279,7 @@ class DecodeGraphs:
         if self._backend.reads_tables:
             width = inputs.block_tables.shape[2]
             fixed.block_tables[:, :, :width].copy_(inputs.block_tables)
-        graph.plan.refresh(
+        graph.metadata.refresh(
             replace(
                 fixed,
                 host_query_start_loc=inputs.host_query_start_loc,

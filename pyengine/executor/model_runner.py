@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionMetadata, StepInputs
 from pyengine.attention.context import PagedContext
 from pyengine.executor.input_buffers import InputBuffers, Plan, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
@@ -73,9 +73,9 @@ class ForwardPass:
         self._windows = windows
         self.compiled: CompiledForward | None = None
 
-    def __call__(self, inputs: StepInputs, plan: AttentionPlan) -> Any:
+    def __call__(self, inputs: StepInputs, metadata: AttentionMetadata) -> Any:
         """The logits of `inputs.logits_indices`."""
-        context = PagedContext(plan, self._windows)
+        context = PagedContext(metadata, self._windows)
         if self.compiled is not None:
             return self.compiled(inputs, context)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
@@ -207,7 +207,7 @@ class ModelRunner:
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
-        compute: Callable[[StepInputs, AttentionPlan], Any] = self._forward
+        compute: Callable[[StepInputs, AttentionMetadata], Any] = self._forward
         pieces = self.piecewise if padding is None else None
         if pieces is not None and pieces.sizes and pieces.fits(plan.num_tokens, num_rows):
             compute = pieces.run
@@ -225,13 +225,13 @@ class ModelRunner:
                 if extra is not None:
                     rows = [inputs.logits_indices, upload(extra, device_of(inputs.logits_indices))]
                     inputs = replace(inputs, logits_indices=concatenated(rows))
-                plan = self._backend.plan(
+                metadata = self._backend.metadata(
                     inputs if self._backend.takes_arrays else inputs.tensors()
                 )
                 if self._mtp is not None:
-                    logits = self._mtp.forward(inputs, plan, mtp)
+                    logits = self._mtp.forward(inputs, metadata, mtp)
                 else:
-                    logits = compute(inputs, plan)
+                    logits = compute(inputs, metadata)
             first_extra = num_samples if extra is not None else len(logits)  # else padding
             return StepLogits(logits[:num_samples], logits[first_extra:])
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionMetadata, StepInputs
 from pyengine.attention.choice import backend_class
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loaded import LoadedModel, callable_model
@@ -66,7 +66,7 @@ class MTPStep:
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A sequence to draft for: its place in the plan, its last token, the states before that.
+    """A sequence to draft for: its row in the plan, its last token, the states before that.
 
     It gets at most `count` tokens: no more than its last block has slots after that token.
     """
@@ -91,12 +91,12 @@ class MTPLayers:
         self._size = loaded.hidden_size
         self._dtype = loaded.dtype
 
-    def forward(self, inputs: StepInputs, plan: AttentionPlan, step: MTPStep | None) -> Any:
+    def forward(self, inputs: StepInputs, metadata: AttentionMetadata, step: MTPStep | None) -> Any:
         """The logits of `inputs.logits_indices`; the MTP layers compute the step's tokens, too.
 
         `step` has the states before them, and receives the states for later steps.
         """
-        states = self._model.hidden_states(inputs.input_ids, inputs.positions, plan)
+        states = self._model.hidden_states(inputs.input_ids, inputs.positions, metadata)
         self._extend(states, inputs, step)
         return self._model.logits(states[inputs.logits_indices])
 
@@ -153,9 +153,9 @@ class MTPLayers:
     def _layer(self, layer: int, previous: Any, inputs: StepInputs) -> Any:
         """One layer over the tokens of `inputs`, `[T]`: its states `[T, hidden]`."""
         given = inputs if self._backend.takes_arrays else inputs.tensors()
-        plan = self._backend.plan(given, first_key=layer + 1)
+        metadata = self._backend.metadata(given, first_key=layer + 1)
         ids, positions = inputs.input_ids, inputs.positions
-        return self._model.mtp_states(layer, ids, previous, positions, plan)
+        return self._model.mtp_states(layer, ids, previous, positions, metadata)
 
     def _inputs(self, ids: Any, first: Int64Array, tables: npt.NDArray[np.int32]) -> StepInputs:
         """Rows of some sequences, `ids` `[B, R]` from the positions `first` `[B]` on."""

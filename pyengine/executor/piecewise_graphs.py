@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from pyengine.attention.backend import QKV, AttentionOptions, AttentionPlan, StepInputs
+from pyengine.attention.backend import QKV, AttentionMetadata, AttentionOptions, StepInputs
 from pyengine.executor.cuda_graphs import Between, Compute, Interrupt, RecordPieces
 from pyengine.kernels.rope import Rotation
 
@@ -40,7 +40,7 @@ class _Step:
     """The step that is replayed, for its attention."""
 
     num_tokens: int = 0
-    plan: AttentionPlan | None = None
+    metadata: AttentionMetadata | None = None
     zeros: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     """By type and shape of a row, as many as the largest pass has."""
 
@@ -60,8 +60,8 @@ class _Step:
 
         Other numbers lie there, and those that are not finite would reach the choice of experts.
         """
-        assert self.plan is not None
-        found = self.plan.forward(layer, qkv, options)
+        assert self.metadata is not None
+        found = self.metadata.forward(layer, qkv, options)
         zeros = self.zeros[into.dtype, *into.shape[1:]]
         torch.cat((found, zeros[: len(into) - len(found)]), out=into)
 
@@ -79,13 +79,13 @@ class _Pass:
 class PiecewiseGraphs:
     """The captured passes of all sizes.
 
-    `forward(inputs, plan)` runs the model and returns the logits of `inputs.logits_indices`. It
+    `forward(inputs, metadata)` runs the model and returns the logits of `inputs.logits_indices`. It
     reads the ids, positions and rows of `inputs`. `max_num_samples` is the most rows of a step.
     """
 
     def __init__(
         self,
-        forward: Callable[[StepInputs, AttentionPlan], torch.Tensor],
+        forward: Callable[[StepInputs, AttentionMetadata], torch.Tensor],
         max_num_samples: int,
         device: torch.device,
     ) -> None:
@@ -148,11 +148,11 @@ class PiecewiseGraphs:
         return at < len(self.sizes) and num_rows <= min(self.sizes[at], self._max_num_samples)
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+    def run(self, inputs: StepInputs, metadata: AttentionMetadata) -> torch.Tensor:
         """The logits of `inputs.logits_indices`, valid until the next call.
 
-        `plan` is of this step. Padding keeps ids, positions and rows of an earlier step: they are
-        valid in this one.
+        `metadata` is of this step. Padding keeps the ids, positions and rows of an earlier step,
+        which are valid in this one.
         """
         if isinstance(inputs.input_ids, np.ndarray):
             inputs = inputs.tensors()
@@ -161,11 +161,11 @@ class PiecewiseGraphs:
         captured.input_ids[:num_tokens].copy_(inputs.input_ids)
         captured.positions[:num_tokens].copy_(inputs.positions)
         captured.logits_indices[:num_rows].copy_(inputs.logits_indices)
-        self._step.num_tokens, self._step.plan = num_tokens, plan
+        self._step.num_tokens, self._step.metadata = num_tokens, metadata
         try:
             return captured.replay()[:num_rows]
         finally:
-            self._step.plan = None
+            self._step.metadata = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class _Interrupting:
     step: _Step
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
-        """See `AttentionPlan.forward`: of the replayed step's rows."""
+        """See `AttentionMetadata.forward`: of the replayed step's rows."""
         query, _, value = qkv
         rotation, step = options.rotation, self.step
         angles = () if rotation is None else (rotation.cos, rotation.sin)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pyengine.attention.backend import AttentionPlan
+from pyengine.attention.backend import AttentionMetadata
 from pyengine.attention.context import PagedContext
 from pyengine.utils.devices import Device
 
@@ -38,7 +38,7 @@ class Model(Protocol):
 class MTPModel(Model, Protocol):
     """A model with layers for multi-token prediction. Arrays or tensors are as `Model` has them."""
 
-    def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
+    def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """The states `[T, hidden]` of tokens `[T]` after the model's last norm."""
 
     def logits(self, states: Any) -> Any:
@@ -50,7 +50,7 @@ class MTPModel(Model, Protocol):
         ids: Any,
         previous: Any,
         positions: Any,
-        plan: AttentionPlan,
+        metadata: AttentionMetadata,
     ) -> Any:
         """The states `[T, hidden]` of an MTP layer.
 

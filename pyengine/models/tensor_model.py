@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from pyengine.attention.backend import AttentionPlan
+from pyengine.attention.backend import AttentionMetadata
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel
 from pyengine.models.model import Model, MTPModel
@@ -31,9 +31,9 @@ class TensorModel:
         return _like(self._model(*inputs, paged), ids)
 
     @torch.inference_mode()
-    def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
+    def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel`."""
-        states = self._model.hidden_states(tensor_of(ids), tensor_of(positions), plan)
+        states = self._model.hidden_states(tensor_of(ids), tensor_of(positions), metadata)
         return _like(states, ids)
 
     @torch.inference_mode()
@@ -43,11 +43,11 @@ class TensorModel:
 
     @torch.inference_mode()
     def mtp_states(
-        self, layer: int, ids: Any, previous: Any, positions: Any, plan: AttentionPlan
+        self, layer: int, ids: Any, previous: Any, positions: Any, metadata: AttentionMetadata
     ) -> Any:
         """See `MTPModel`."""
         inputs = tensor_of(ids), tensor_of(previous), tensor_of(positions)
-        return _like(self._model.mtp_states(layer, *inputs, plan), ids)
+        return _like(self._model.mtp_states(layer, *inputs, metadata), ids)
 
     @torch.inference_mode()
     def mtp_logits(self, layer: int, states: Any) -> Any:

@@ -15,13 +15,13 @@ from torch._inductor.utils import fresh_inductor_cache
 
 from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention import dispatch, flashinfer, flex
-from pyengine.attention.backend import QKV, AttentionOptions, AttentionPlan, StepInputs
+from pyengine.attention.backend import QKV, AttentionMetadata, AttentionOptions, StepInputs
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.context import PagedContext
 from pyengine.attention.flashinfer import (
     FlashInferBackend,
-    FlashInferGraphPlan,
-    FlashInferPlan,
+    FlashInferGraphMetadata,
+    FlashInferMetadata,
 )
 from pyengine.attention.needs import OPTIONAL_PACKAGES, LayerNeeds, needs_of
 from pyengine.errors import ConfigurationError
@@ -220,7 +220,7 @@ class CompiledOnDevice:
             self._compiled = CompiledForward(machine.model, machine.pool.num_layers, lowered)
 
     def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
-        inside = replace(context, plan=_OnDevice(self._device, context.plan))
+        inside = replace(context, metadata=_OnDevice(self._device, context.metadata))
         # On fake tensors, torch runs the operator's fake.
         operator = SimpleNamespace(default=_attend_as_promised)
         with (
@@ -248,13 +248,13 @@ def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 class _OnDevice:
-    def __init__(self, device: FakeCuda, plan: AttentionPlan) -> None:
+    def __init__(self, device: FakeCuda, metadata: AttentionMetadata) -> None:
         self._device = device
-        self._plan = plan
+        self._metadata = metadata
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         with self._device.resumed():
-            return self._plan.forward(layer, qkv, options)
+            return self._metadata.forward(layer, qkv, options)
 
 
 def run_compiled(capability: str, backend: str, family: str) -> None:
@@ -400,14 +400,14 @@ def run_sharing(*families: str) -> None:
     libraries.install("flashinfer")
     eager: list[bool] = []
     replayed: list[bool] = []
-    plan, refresh = FlashInferBackend.plan, FlashInferGraphPlan.refresh
+    metadata, refresh = FlashInferBackend.metadata, FlashInferGraphMetadata.refresh
 
-    def planning(backend: FlashInferBackend, inputs: StepInputs) -> FlashInferPlan:
-        planned = plan(backend, inputs)
-        eager.append(planned._cascade is not None)
-        return planned
+    def building(backend: FlashInferBackend, inputs: StepInputs) -> FlashInferMetadata:
+        built = metadata(backend, inputs)
+        eager.append(built._cascade is not None)
+        return built
 
-    def refreshing(of_graph: FlashInferGraphPlan, inputs: StepInputs) -> None:
+    def refreshing(of_graph: FlashInferGraphMetadata, inputs: StepInputs) -> None:
         refresh(of_graph, inputs)
         replayed.append(inputs.cascade is not None and bool(of_graph._sharers))
 
@@ -417,8 +417,8 @@ def run_sharing(*families: str) -> None:
         with (
             device,
             kernels_warmed_up(),
-            patch.object(FlashInferBackend, "plan", planning),
-            patch.object(FlashInferGraphPlan, "refresh", refreshing),
+            patch.object(FlashInferBackend, "metadata", building),
+            patch.object(FlashInferGraphMetadata, "refresh", refreshing),
             patch.object(flashinfer, "_WORTH_A_CASCADE", 1),
         ):
             machine = Machine(device, family, "flashinfer")

@@ -51,14 +51,14 @@ def test_a_result_that_is_not_as_promised_is_noticed() -> None:
 def test_each_way_to_break_a_promise_is_noticed(way: str, num_tokens: int) -> None:
     """A single token with heads first is the same: the stride of a size of 1 is not one."""
 
-    class Plan:
+    class Metadata:
         def forward(self, _layer: int, qkv: QKV, _options: object) -> torch.Tensor:
             return qkv[0].clone()
 
     arguments: Any = (torch.zeros(num_tokens, 4, 8),) * 3
     arguments = (*arguments, None, 7, 0, 1.0, None, None, [], "", [], [])
     attend = dispatch._attend_opaquely
-    with running(7, PagedContext(Plan(), [None])):
+    with running(7, PagedContext(Metadata(), [None])):
         assert _attend_as_promised(*arguments).shape == (num_tokens, 4, 8)
         with patch.object(dispatch, "_attend_opaquely", lambda *given: BROKEN[way](attend(*given))):
             if (way, num_tokens) == ("heads first", 1):

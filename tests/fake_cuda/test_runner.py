@@ -1,7 +1,7 @@
 """The runner on a CUDA device that is not there: every family with every backend.
 
-What is real: the model, the pool, the input buffers, the plans of steps and of graphs, the sampler,
-the Python of flashinfer, flash-attn and torch. Their kernels check their arguments.
+Real are the model, the pool, the input buffers, the metadata of steps and of graphs, the sampler,
+and the Python code of flashinfer, flash-attn and torch. Their kernels check their arguments.
 """
 
 import pytest

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pyengine.attention import choice
 from pyengine.executor.tensor_parallel import ranks, worker
 from tests.support.faulty_worker import InjectedError, asked
-from tests.support.static_attention import StaticBackend, StaticPlan
+from tests.support.static_attention import StaticBackend, StaticMetadata
 
 _RANDOM = Random(1)
 replays: list[int] = []
@@ -48,7 +48,7 @@ class Recorder:
         return replay
 
 
-class _Plan(StaticPlan):
+class _FaultyMetadata(StaticMetadata):
     def refresh(self, inputs: Any) -> None:
         if _fails("refresh") and _RANDOM.random() < 0.4:
             raise InjectedError("while refreshing")
@@ -61,8 +61,8 @@ class _Plan(StaticPlan):
 
 
 class CapturedBackend(StaticBackend):
-    def graph_plan(self, inputs: Any) -> StaticPlan:
-        return _Plan(self.pool, inputs)
+    def graph_metadata(self, inputs: Any) -> StaticMetadata:
+        return _FaultyMetadata(self.pool, inputs)
 
 
 def inject(setattr: Any) -> None:

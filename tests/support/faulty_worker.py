@@ -29,20 +29,20 @@ def asked() -> str:
 
 def inject(patch: Any) -> None:
     """Let the gather backend fail; `patch` sets an attribute, as `setattr` does."""
-    plan, forward = gather.GatherBackend.plan, gather.GatherPlan.forward
+    metadata, forward = gather.GatherBackend.metadata, gather.GatherMetadata.forward
 
-    def faulty_plan(self: Any, inputs: Any) -> Any:
+    def faulty_metadata(self: Any, inputs: Any) -> Any:
         if asked() == "prepare" and _RANDOM.random() < 0.4:
             raise InjectedError("while preparing")
-        return plan(self, inputs)
+        return metadata(self, inputs)
 
     def faulty_forward(self: Any, layer: int, *given: Any) -> Any:
         if asked() == "forward" and layer == 1:
             raise InjectedError("in layer 1")
         return forward(self, layer, *given)
 
-    patch(gather.GatherBackend, "plan", faulty_plan)
-    patch(gather.GatherPlan, "forward", faulty_forward)
+    patch(gather.GatherBackend, "metadata", faulty_metadata)
+    patch(gather.GatherMetadata, "forward", faulty_forward)
 
 
 if __name__ == "__main__":

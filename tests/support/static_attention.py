@@ -6,14 +6,14 @@ is for. Steps that are not decodes go the way of the gather backend.
 
 import torch
 
-from pyengine.attention.backend import QKV, AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.backend import QKV, AttentionOptions, GraphMetadata, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVPool
 
 
 class StaticBackend(GatherBackend):
-    """The gather backend with plans for graphs."""
+    """The gather backend with metadata for graphs."""
 
     name = "static"
     supports_graphs = True
@@ -22,14 +22,14 @@ class StaticBackend(GatherBackend):
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        self.plans: list[StaticPlan] = []
+        self.graphs: list[StaticMetadata] = []
 
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        self.plans.append(StaticPlan(self.pool, inputs))
-        return self.plans[-1]
+    def graph_metadata(self, inputs: StepInputs) -> GraphMetadata:
+        self.graphs.append(StaticMetadata(self.pool, inputs))
+        return self.graphs[-1]
 
 
-class StaticPlan:
+class StaticMetadata:
     def __init__(self, pool: KVPool, inputs: StepInputs) -> None:
         self._pool = pool
         self._inputs = inputs

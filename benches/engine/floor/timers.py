@@ -129,20 +129,20 @@ class Timers:
         attentions = [layer._mixer._attention for layer in self._decoder._layers]
         before = [(attention._spec, attention._weights) for attention in attentions]
         backend = self._runner._backend
-        plan = backend.plan
+        metadata = backend.metadata
 
-        def plan_without_slots(inputs: Any) -> Any:
+        def metadata_without_slots(inputs: Any) -> Any:
             nowhere = np.full_like(inputs.slot_mapping, -1)
-            return plan(replace(inputs, slot_mapping=nowhere))
+            return metadata(replace(inputs, slot_mapping=nowhere))
 
         for attention, (spec, weights) in zip(attentions, before, strict=True):
             attention._spec = replace(spec, rotary=None)
             attention._weights = replace(weights, head_norms=None)
-        backend.plan = plan_without_slots
+        backend.metadata = metadata_without_slots
         try:
             yield
         finally:
-            del backend.plan
+            del backend.metadata
             for attention, (spec, weights) in zip(attentions, before, strict=True):
                 attention._spec, attention._weights = spec, weights
 
@@ -201,7 +201,7 @@ class Timers:
         for name in ("schedule", "commit"):
             self._time(engine._scheduler, name, SCHEDULING)
         self._time(self._runner, "prepare", INPUTS)
-        self._time(self._runner._backend, "plan", INPUTS)
+        self._time(self._runner._backend, "metadata", INPUTS)
         self._time(executor_module, "sample", SAMPLING)
 
 

@@ -22,7 +22,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
+from pyengine.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    GraphMetadata,
+    StepInputs,
+)
 from pyengine.attention.choice import Choice
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.input_buffers import HostArrays, Plan, RunnerLimits
@@ -222,9 +227,7 @@ class Barrier:
 
 
 class AgreedBackend(AttentionBackend):
-    """An attention backend whose plans are made, and those of graphs refreshed, on all ranks or on
-    none.
-    """
+    """An attention backend that builds and refreshes metadata on all ranks or on none."""
 
     def __init__(self, backend: AttentionBackend, barrier: Barrier) -> None:
         self.name = backend.name
@@ -233,28 +236,28 @@ class AgreedBackend(AttentionBackend):
         self._backend = backend
         self._barrier = barrier
 
-    def plan(self, inputs: StepInputs) -> AttentionPlan:
+    def metadata(self, inputs: StepInputs) -> AttentionMetadata:
         """Prepare a step, and wait until all ranks have: the last thing before the first layer."""
-        plan = self._backend.plan(inputs)
+        metadata = self._backend.metadata(inputs)
         self._barrier.confirm()
-        return plan
+        return metadata
 
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+    def graph_metadata(self, inputs: StepInputs) -> GraphMetadata:
         """Prepare a decode step that is captured on all ranks."""
-        return _AgreedGraphPlan(self._backend.graph_plan(inputs), self._barrier)
+        return _AgreedGraphMetadata(self._backend.graph_metadata(inputs), self._barrier)
 
 
-class _AgreedGraphPlan:
-    """A plan of a graph that is replayed on all ranks or on none."""
+class _AgreedGraphMetadata:
+    """Metadata of a graph that is replayed on all ranks or on none."""
 
-    def __init__(self, plan: GraphPlan, barrier: Barrier) -> None:
-        self._plan = plan
+    def __init__(self, metadata: GraphMetadata, barrier: Barrier) -> None:
+        self._metadata = metadata
         self._barrier = barrier
-        self.forward = plan.forward
+        self.forward = metadata.forward
 
     def refresh(self, inputs: StepInputs) -> None:
         """Prepare a step, and wait until all ranks have: the last thing before the replay."""
-        self._plan.refresh(inputs)
+        self._metadata.refresh(inputs)
         self._barrier.confirm()
 
 

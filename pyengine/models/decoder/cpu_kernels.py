@@ -61,7 +61,7 @@ from pyengine.models.decoder.stored_weight import Weight
 from pyengine.utils.dtypes import Rows, rounded, widened
 
 if TYPE_CHECKING:
-    from pyengine.attention.cpu import CpuPlan
+    from pyengine.attention.cpu import CpuMetadata
 
 _MIN_SUM = np.float32(1e-20)
 
@@ -96,9 +96,9 @@ class CpuLayerAttention:
         elif norms is not None:
             query, key = self._norm(query, norms[0]), self._norm(key, norms[1])
         out = np.empty((*query.shape[:2], value.shape[2]), query.dtype)
-        plan = cast("CpuPlan", step.plan)
+        metadata = cast("CpuMetadata", step.metadata)
         arrays = query, key, value, out
-        plan.attend(self._weights.cache, arrays, self._options, rotation, self._threads)
+        metadata.attend(self._weights.cache, arrays, self._options, rotation, self._threads)
         return out.reshape(len(out), -1)
 
 
@@ -108,7 +108,7 @@ def _by_rust() -> ProductChooser:
 
 @dataclass(slots=True)
 class CpuKernels:
-    """See `Kernels`. Steps are planned by the backend of attention named "cpu".
+    """See `Kernels`. The attention backend is "cpu".
 
     Rows are of `dtype`. With `quantization`, matrices of floats are rounded to 8 bits, or to 4:
     then embedding and head have 8, since their rounding shows in every log-probability, and routers

@@ -13,7 +13,7 @@ from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
 
 if TYPE_CHECKING:
-    from pyengine.attention.backend import AttentionPlan
+    from pyengine.attention.backend import AttentionMetadata
 
 
 _NOTHING: Any = None
@@ -130,23 +130,23 @@ class Decoder:
         self._rotaries = [rotary for rotary in dict.fromkeys(rotaries) if rotary is not None]
 
     def __call__(
-        self, ids: Rows, positions: Rows, logits_rows: Rows, plan: "AttentionPlan"
+        self, ids: Rows, positions: Rows, logits_rows: Rows, metadata: "AttentionMetadata"
     ) -> Rows:
         """The logits `[S, vocab]` of the rows `logits_rows` `[S]`.
 
-        `ids` and `positions` are `[T]`, the tokens of all sequences of a step; `plan` is the step's
+        `ids` and `positions` are `[T]`, the tokens of all sequences of a step; `metadata` is its
         attention, prepared over the pool that `spec.cache_specs` describes.
         """
-        return self.logits(self.hidden_states(ids, positions, plan, rows=logits_rows))
+        return self.logits(self.hidden_states(ids, positions, metadata, rows=logits_rows))
 
     def hidden_states(
-        self, ids: Rows, positions: Rows, plan: "AttentionPlan", *, rows: Rows = None
+        self, ids: Rows, positions: Rows, metadata: "AttentionMetadata", *, rows: Rows = None
     ) -> Rows:
         """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
         kernels = self.kernels
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
         stream, change = self.embedded(ids, positions), _NOTHING
-        step = Step(ids, positions, plan, angles)
+        step = Step(ids, positions, metadata, angles)
         if self._token_inputs is not None:
             step = replace(step, token_input=self._token_inputs(ids, stream))
         for layer in self._layers:

@@ -21,7 +21,7 @@ from pyengine.models.decoder.spec import (
 from pyengine.models.decoder.stored_weight import Weight
 
 if TYPE_CHECKING:
-    from pyengine.attention.backend import AttentionPlan
+    from pyengine.attention.backend import AttentionMetadata
 
 TableUse = Literal["lookup", "product", "both"]
 Rows = Any
@@ -71,7 +71,7 @@ class Step:
 
     ids: Rows
     positions: Rows
-    plan: "AttentionPlan"
+    metadata: "AttentionMetadata"
     angles: dict[Rotary, tuple[Rows, Rows]]
     kept: dict[int, tuple[Rows, Rows]] = field(default_factory=dict)
     token_input: Rows = None

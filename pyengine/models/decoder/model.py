@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyengine.attention.backend import AttentionOptions, AttentionPlan
+from pyengine.attention.backend import AttentionMetadata, AttentionOptions
 from pyengine.attention.context import PagedContext
-from pyengine.attention.cpu import CpuPlan
+from pyengine.attention.cpu import CpuMetadata
 from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
@@ -39,24 +39,24 @@ class DecoderModel:
     ) -> Any:
         """See `Model`. In place of arrays, tensors on the CPU are taken, and give one."""
         if not self.takes_arrays or isinstance(ids, np.ndarray):
-            return self._decoder(ids, positions, rows, self._plan(paged))
+            return self._decoder(ids, positions, rows, self._adapted(paged))
         own = array_of(ids), array_of(positions), array_of(rows)
-        return tensor_of(self._decoder(*own, self._plan(paged)))
+        return tensor_of(self._decoder(*own, self._adapted(paged)))
 
-    def hidden_states(self, ids: Any, positions: Any, plan: AttentionPlan) -> Any:
+    def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""
-        return self._kept(self._decoder.hidden_states(ids, positions, self._plan(plan)))
+        return self._kept(self._decoder.hidden_states(ids, positions, self._adapted(metadata)))
 
     def logits(self, states: Any) -> Any:
         """See `MTPModel.logits`."""
         return self._decoder.logits(states)
 
     def mtp_states(
-        self, layer: int, ids: Any, previous: Any, positions: Any, plan: AttentionPlan
+        self, layer: int, ids: Any, previous: Any, positions: Any, metadata: AttentionMetadata
     ) -> Any:
         """See `MTPModel.mtp_states`."""
         assert self._mtp_layers is not None
-        states = self._mtp_layers.states(layer, ids, previous, positions, self._plan(plan))
+        states = self._mtp_layers.states(layer, ids, previous, positions, self._adapted(metadata))
         return self._kept(states)
 
     def mtp_logits(self, layer: int, states: Any) -> Any:
@@ -68,20 +68,20 @@ class DecoderModel:
         """Rows that outlive the next call: a kernel set over arrays may reuse its memory."""
         return rows.copy() if self.takes_arrays else rows
 
-    def _plan(self, paged: "PagedContext | CompiledModel | AttentionPlan") -> Any:
-        plan: Any = paged.plan if isinstance(paged, PagedContext) else paged
-        is_over_tensors = self.takes_arrays and not isinstance(plan, CpuPlan)
-        return _ArrayPlan(plan) if is_over_tensors else plan
+    def _adapted(self, paged: "PagedContext | CompiledModel | AttentionMetadata") -> Any:
+        metadata: Any = paged.metadata if isinstance(paged, PagedContext) else paged
+        is_over_tensors = self.takes_arrays and not isinstance(metadata, CpuMetadata)
+        return _ArrayMetadata(metadata) if is_over_tensors else metadata
 
     def check_attended(self, context: PagedContext) -> None:
         """See `Model.check_attended`: our layers do."""
 
 
-class _ArrayPlan:
-    """A plan of a backend over tensors, for a decoder over arrays."""
+class _ArrayMetadata:
+    """Metadata of a backend over tensors, for a decoder over arrays."""
 
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan = plan
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        self._metadata = metadata
 
     def attend(
         self,
@@ -91,7 +91,7 @@ class _ArrayPlan:
         rotation: tuple[Any, ...] | None,
         threads: CpuAttention,
     ) -> None:
-        """See `CpuPlan.attend`; the backend computes with torch's threads instead."""
+        """See `CpuMetadata.attend`; the backend computes with torch's threads instead."""
         query, key, value, out = map(tensor_of, arrays)
         turn = None
         if rotation is not None:
@@ -105,7 +105,7 @@ class _ArrayPlan:
         own = AttentionOptions(
             options.scaling, options.sliding_window, options.softcap, sinks, turn
         )
-        out.copy_(self._plan.forward(layer, (query, key, value), own))
+        out.copy_(self._metadata.forward(layer, (query, key, value), own))
 
 
 def attending_layers(spec: DecoderSpec, *, with_mtp_layers: bool = False) -> tuple[LayerNeeds, ...]:

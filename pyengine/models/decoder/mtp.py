@@ -13,7 +13,7 @@ from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
 
 if TYPE_CHECKING:
-    from pyengine.attention.backend import AttentionPlan
+    from pyengine.attention.backend import AttentionMetadata
 
 
 class MTPLayer:
@@ -31,7 +31,12 @@ class MTPLayer:
         self._rotary = layer.mixer.rotary
 
     def __call__(
-        self, ids: Rows, embedded: Rows, previous: Rows, positions: Rows, plan: "AttentionPlan"
+        self,
+        ids: Rows,
+        embedded: Rows,
+        previous: Rows,
+        positions: Rows,
+        metadata: "AttentionMetadata",
     ) -> Rows:
         """See `MTPLayers.states`; `embedded` are the vectors `[T, hidden]` of `ids`."""
         kernels, shape = self._kernels, (len(ids), 1, -1)
@@ -41,7 +46,7 @@ class MTPLayer:
         angles = {}
         if self._rotary is not None:
             angles[self._rotary] = kernels.angles(positions, self._rotary)
-        step = Step(ids, positions, plan, angles)
+        step = Step(ids, positions, metadata, angles)
         stream, change = self._layer(self._projection(pairs), None, step)
         return kernels.add_norm(stream, change, self._scale, self._norm)[1]
 
@@ -68,15 +73,15 @@ class MTPLayers:
         return len(self._layers)
 
     def states(
-        self, layer: int, ids: Rows, previous: Rows, positions: Rows, plan: "AttentionPlan"
+        self, layer: int, ids: Rows, previous: Rows, positions: Rows, metadata: "AttentionMetadata"
     ) -> Rows:
         """The states of a layer `[T, hidden]`, after its norm.
 
         `ids` and `positions` are `[T]`; `previous` `[T, hidden]` are the states before each token,
-        of the layer before, and for the first one of the model. `plan` is over the whole pool.
+        of the layer before, and for the first one of the model. `metadata` is over the whole pool.
         """
         embedded = self._decoder.embedded(ids, positions, self._embeddings[layer])
-        return self._layers[layer](ids, embedded, previous, positions, plan)
+        return self._layers[layer](ids, embedded, previous, positions, metadata)
 
     def logits(self, layer: int, rows: Rows) -> Rows:
         """The logits `[S, vocab]` of states `[S, hidden]` of a layer."""

@@ -118,7 +118,7 @@ class TorchExperts:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """The attention of a layer, by the plan of the step."""
+    """The attention of a layer."""
 
     kernels: "TorchKernels"
     spec: Attention | LatentAttention
@@ -142,7 +142,7 @@ class TorchAttention:
             sinks=self.weights.sinks,
             rotation=rotation,
         )
-        return step.plan.forward(self.weights.cache, (query, key, value), options).flatten(1)
+        return step.metadata.forward(self.weights.cache, (query, key, value), options).flatten(1)
 
 
 class TorchKernels:

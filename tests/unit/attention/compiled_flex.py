@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.attention.flex import FlexBackend, FlexPlan, Tiles
+from pyengine.attention.flex import FlexBackend, FlexMetadata, Tiles
 from pyengine.kv_cache.pool import KVPool
 from tests.unit.attention.steps import Shape
 
@@ -19,7 +19,7 @@ CASES = ("plain", "window", "own position", "softcap")
 """Families that it serves: it returns no log-sum-exp, which sinks need."""
 
 
-class _WidePlan(FlexPlan):
+class _WideMetadata(FlexMetadata):
     def _tiles(self, group: int, window: int | None) -> Tiles:
         """The tiles, with as many partial pages as the pool has."""
         tiles = super()._tiles(group, window)
@@ -40,8 +40,8 @@ def compiled_backend() -> Iterator[Any]:
             super().__init__(pool)
             self.attend = kernel
 
-        def plan(self, inputs: Any) -> FlexPlan:
-            return _WidePlan(self, inputs, self.pool.num_blocks + 1)
+        def metadata(self, inputs: Any) -> FlexMetadata:
+            return _WideMetadata(self, inputs, self.pool.num_blocks + 1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)

@@ -49,8 +49,8 @@ class Step:
     key: torch.Tensor
     value: torch.Tensor
 
-    def run(self, plan: Any, options: AttentionOptions) -> torch.Tensor:
-        out: torch.Tensor = plan.forward(0, (self.query, self.key, self.value), options)
+    def run(self, metadata: Any, options: AttentionOptions) -> torch.Tensor:
+        out: torch.Tensor = metadata.forward(0, (self.query, self.key, self.value), options)
         return out
 
 
@@ -107,8 +107,8 @@ def assert_like_oracle(
 ) -> None:
     """The backend's result and its writes to the pool are the oracle's."""
     oracle = copied(pool)
-    expected = step.run(GatherBackend(oracle).plan(step.inputs), options)
-    got = step.run(backend_type(pool).plan(step.inputs), options)
+    expected = step.run(GatherBackend(oracle).metadata(step.inputs), options)
+    got = step.run(backend_type(pool).metadata(step.inputs), options)
     _assert_same(pool, oracle, got, expected)
 
 
@@ -118,8 +118,8 @@ def assert_turns_like_oracle(
     """The same where the layer leaves the rotation to the backend."""
     oracle = copied(pool)
     turned, turning = rotation_of(step, options)
-    expected = turned.run(GatherBackend(oracle).plan(step.inputs), options)
-    got = step.run(backend_type(pool).plan(step.inputs), turning)
+    expected = turned.run(GatherBackend(oracle).metadata(step.inputs), options)
+    got = step.run(backend_type(pool).metadata(step.inputs), turning)
     _assert_same(pool, oracle, got, expected)
 
 
@@ -146,28 +146,28 @@ def refill(step: Step, other: Step) -> None:
     step.query, step.key, step.value = other.query, other.key, other.value
 
 
-def assert_graph_plan_follows(
+def assert_graph_metadata_follows(
     backend_type: Any, pool: KVPool, shape: Shape, options: AttentionOptions
 ) -> None:
-    """A plan that is refreshed for several decode steps gives what a new plan for each gives."""
+    """Metadata refreshed for each of several decode steps gives what new metadata gives."""
     width, padding = 8, (1, 0)
     step = make_step([(1, 3), (1, 9), padding], shape, width=width)
     backend = backend_type(pool)
-    plan = backend.graph_plan(step.inputs)
-    step.run(plan, options)  # warm-up
+    metadata = backend.graph_metadata(step.inputs)
+    step.run(metadata, options)  # warm-up
     for seed, contexts in enumerate([(4, 8), (21, 0), (2, 30)], start=1):
         other = make_step([*((1, c) for c in contexts), padding], shape, width=width, seed=seed)
         other.inputs.block_tables[0, -1] = pool.num_blocks
         other.inputs.slot_mapping[0, -1] = -1
         oracle = copied(pool)
-        expected = other.run(GatherBackend(oracle).plan(other.inputs), options)
+        expected = other.run(GatherBackend(oracle).metadata(other.inputs), options)
         refill(step, other)
-        plan.refresh(step.inputs)
-        got = step.run(plan, options)
+        metadata.refresh(step.inputs)
+        got = step.run(metadata, options)
         torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
         turned, turning = rotation_of(other, options)
-        expected = turned.run(GatherBackend(oracle).plan(other.inputs), options)
-        got = step.run(plan, turning)
+        expected = turned.run(GatherBackend(oracle).metadata(other.inputs), options)
+        got = step.run(metadata, turning)
         torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
 
 

@@ -101,10 +101,10 @@ def dirty(pool: KVPool, numbers: tuple[float, float], steps: Step) -> KVPool:
 
 def assert_same_bits(backend: Any, pool: KVPool, step: Step, options: AttentionOptions) -> None:
     """Attention over a dirty pool equals attention over the pool."""
-    expected = step.run(backend(copied(pool)).plan(step.inputs), options)
+    expected = step.run(backend(copied(pool)).metadata(step.inputs), options)
     assert expected.isfinite().all()
     for numbers in BROKEN:
-        got = step.run(backend(dirty(pool, numbers, step)).plan(step.inputs), options)
+        got = step.run(backend(dirty(pool, numbers, step)).metadata(step.inputs), options)
         assert torch.equal(got, expected), numbers
 
 
@@ -114,12 +114,13 @@ def test_others_of_the_step_keep_their_bits(name: str, case: str) -> None:
     torch.manual_seed(1)
     backend, options = BACKENDS[name], options_of(case)
     step, pool = make_step(LENGTHS, SHAPE), SHAPE.pool()
-    whole = step.run(backend(copied(pool)).plan(step.inputs), options)
+    whole = step.run(backend(copied(pool)).metadata(step.inputs), options)
     assert whole.isfinite().all()
     for row, end in ((4, 7), (8, 10), (17, 20)):  # a row, and where its sequence ends
         other_rows = [at for at in range(len(whole)) if not row <= at < end]
         for numbers in BROKEN:
-            got = broken(step, row, numbers).run(backend(copied(pool)).plan(step.inputs), options)
+            other = broken(step, row, numbers)
+            got = other.run(backend(copied(pool)).metadata(step.inputs), options)
             assert torch.equal(got[other_rows], whole[other_rows]), numbers
             if numbers[0] != INFINITY:  # a score that is minus infinity has the weight zero
                 assert not got[row].isfinite().all(), numbers
@@ -142,7 +143,7 @@ def test_nor_do_replays_see_the_null_block(name: str, case: str) -> None:
     torch.manual_seed(3)
 
     class Graph(BACKENDS[name]):  # type: ignore[misc]
-        plan = BACKENDS[name].graph_plan
+        metadata = BACKENDS[name].graph_metadata
 
     step = make_step([*DECODES, (1, 0)], SHAPE)
     for inputs in (step.inputs.block_tables, step.inputs.host_block_tables):
@@ -150,8 +151,8 @@ def test_nor_do_replays_see_the_null_block(name: str, case: str) -> None:
     step.inputs.slot_mapping[0, -1] = -1
 
     class Served(Step):
-        def run(self, plan: Any, options: AttentionOptions) -> torch.Tensor:
-            return super().run(plan, options)[:-1]
+        def run(self, metadata: Any, options: AttentionOptions) -> torch.Tensor:
+            return super().run(metadata, options)[:-1]
 
     served = Served(step.inputs, step.query, step.key, step.value)
     assert_same_bits(Graph, SHAPE.pool(), served, options_of(case))
@@ -169,8 +170,8 @@ def test_nor_before_the_first_key_of_a_layer(case: str) -> None:
     """Layers that predict further tokens leave the slots of the first ones as they were."""
 
     class Later(GatherBackend):
-        def plan(self, inputs: Any, **_settings: Any) -> Any:
-            return super().plan(inputs, first_key=2)
+        def metadata(self, inputs: Any, **_settings: Any) -> Any:
+            return super().metadata(inputs, first_key=2)
 
     pool = SHAPE.pool()
     step = make_step([(2, 5), (1, 9), (1, 4)], SHAPE)
@@ -179,9 +180,9 @@ def test_nor_before_the_first_key_of_a_layer(case: str) -> None:
     options = options_of(case)
     clean = copied(pool)
     clean.keys[0].nan_to_num_(0.0)
-    expected = step.run(Later(clean).plan(step.inputs), options)
+    expected = step.run(Later(clean).metadata(step.inputs), options)
     assert expected.isfinite().all()
-    assert torch.equal(step.run(Later(pool).plan(step.inputs), options), expected)
+    assert torch.equal(step.run(Later(pool).metadata(step.inputs), options), expected)
 
 
 @pytest.mark.slow

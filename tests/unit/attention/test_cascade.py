@@ -95,8 +95,9 @@ def assert_like_the_oracle(inputs: StepInputs, case: str) -> None:
         for heads in (SHAPE.heads, SHAPE.kv_heads, SHAPE.kv_heads)
     ]
     oracle = copied(pool)
-    expected = GatherBackend(oracle).plan(replace(inputs, shared=None)).forward(0, rows, options)
-    got = FlashInferBackend(pool).plan(inputs).forward(0, rows, options)
+    unshared = GatherBackend(oracle).metadata(replace(inputs, shared=None))
+    expected = unshared.forward(0, rows, options)
+    got = FlashInferBackend(pool).metadata(inputs).forward(0, rows, options)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -194,14 +195,14 @@ STEPS = (
 
 
 @pytest.mark.parametrize("case", ["plain", "softcap", "sinks", "window", "all"])
-def test_a_graph_plan_follows_its_steps(case: str) -> None:
-    """A plan of six rows, one of them padding, with the prefixes of each step."""
+def test_graph_metadata_follows_its_steps(case: str) -> None:
+    """Six rows, one of them padding, with the prefixes of each step."""
     pool, options, width = SHAPE.pool(), options_of(case), 9
     step = make_step([(1, 3)] * 6, SHAPE, width=width)
     backend = FlashInferBackend(pool)
-    plan = backend.sharing_graph_plan(step.inputs)
-    assert plan is not None
-    step.run(plan, options)  # warm-up
+    metadata = backend.sharing_graph_metadata(step.inputs)
+    assert metadata is not None
+    step.run(metadata, options)  # warm-up
     for seed, (lengths, prefixes, order) in enumerate(STEPS, start=1):
         other = make_step([*lengths, (1, 0)], SHAPE, width=width, seed=seed)
         tables = other.inputs.block_tables[0]
@@ -210,15 +211,15 @@ def test_a_graph_plan_follows_its_steps(case: str) -> None:
         tables[-1] = pool.num_blocks
         other.inputs.slot_mapping[0, -1] = -1
         oracle = copied(pool)
-        expected = other.run(GatherBackend(oracle).plan(other.inputs), options)
+        expected = other.run(GatherBackend(oracle).metadata(other.inputs), options)
         refill(step, other)
         inputs = sharing(step.inputs, order, prefixes)
         cascade = backend.cascade(inputs)
         assert (cascade is not None) is bool(prefixes)
-        plan.refresh(replace(inputs, cascade=cascade))
-        got = step.run(plan, options)
+        metadata.refresh(replace(inputs, cascade=cascade))
+        got = step.run(metadata, options)
         torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
-    sharers = list(plan._sharers.values())
+    sharers = list(metadata._sharers.values())
     assert [sharer.plans for sharer in sharers] == ([1 + len(STEPS)] if case in SHARES else [])
 
 
@@ -229,14 +230,14 @@ def test_graphs_of_all_sizes_share_the_memory_of_prefixes() -> None:
     backend, buffers = FlashInferBackend(SHAPE.pool()), []
     for size in (6, 2):
         step = make_step([(1, 9)] * size, SHAPE, width=8)
-        plan = backend.sharing_graph_plan(step.inputs)
-        assert plan is not None
-        step.run(plan, options_of("plain"))
-        (sharer,) = plan._sharers.values()
+        metadata = backend.sharing_graph_metadata(step.inputs)
+        assert metadata is not None
+        step.run(metadata, options_of("plain"))
+        (sharer,) = metadata._sharers.values()
         buffers.append([sharer.int_workspace, *sharer.settings.values()])
     for before, after in zip(*buffers, strict=True):
         assert not isinstance(before, torch.Tensor) or before.data_ptr() == after.data_ptr()
-    assert backend.sharing_graph_plan(make_step([(1, 9)], SHAPE, width=8).inputs) is None
+    assert backend.sharing_graph_metadata(make_step([(1, 9)], SHAPE, width=8).inputs) is None
 
 
 def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives(
@@ -268,6 +269,6 @@ def test_replayed_decodes_of_the_block_manager_give_what_the_oracle_gives(
         run_logits.append(logits)
     for replayed, eager in zip(*run_logits, strict=True):
         torch.testing.assert_close(replayed, eager, atol=1e-4, rtol=1e-4)
-    (of_four,) = [graph.plan for size, graph in runs[0].runner.graphs._sharing.items() if size == 4]
+    of_four = runs[0].runner.graphs._sharing[4].metadata
     assert of_four._inputs.cascade.lengths.tolist() == [2 * BLOCK, 2 * BLOCK]
     assert cascades.call_count == len(logits), "once a step"

@@ -261,16 +261,16 @@ def test_every_kind_of_layer_is_tried():
     seen = []
 
     class Watching(GatherBackend):
-        def plan(self, inputs):
-            plan = super().plan(inputs)
-            forward = plan.forward
+        def metadata(self, inputs):
+            metadata = super().metadata(inputs)
+            forward = metadata.forward
 
             def watched(layer, rows, options):
                 seen.append((len(rows[0]), options.sliding_window, options.sinks is not None))
                 return forward(layer, rows, options)
 
-            plan.forward = watched
-            return plan
+            metadata.forward = watched
+            return metadata
 
     assert try_out(Watching, replace(LAYERED_NEEDS, layers=LAYERS * 5), 16) is None
     kinds = [(None, False), (8, False), (None, True)]

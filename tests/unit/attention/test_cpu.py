@@ -97,8 +97,8 @@ def test_it_gives_what_gather_gives(shape, lengths, window, softcap, sinks):
     )
     rows = shape.rows(sum(new for new, _ in lengths))
     ours, theirs = shape.pools(num_blocks)
-    actual = CpuBackend(ours).plan(inputs).forward(0, rows, options)
-    expected = GatherBackend(theirs).plan(inputs).forward(0, rows, options)
+    actual = CpuBackend(ours).metadata(inputs).forward(0, rows, options)
+    expected = GatherBackend(theirs).metadata(inputs).forward(0, rows, options)
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
     for written, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
         assert torch.equal(written[0][:-1], other[0][:-1])
@@ -142,10 +142,10 @@ def test_it_turns_what_a_layer_leaves_to_it(shape, lengths, layout, offset, dtyp
     rows = [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
     ours, theirs = shape.pools(num_blocks, dtype, dtype)
     options = AttentionOptions(0.3, None, None, None, rotation)
-    actual = CpuBackend(ours).plan(inputs).forward(0, rows, options)
+    actual = CpuBackend(ours).metadata(inputs).forward(0, rows, options)
     turned = rotated(*rows[:2], rotation)
     plain = AttentionOptions(0.3, None, None, None)
-    expected = CpuBackend(theirs).plan(inputs).forward(0, (*turned, rows[2]), plain)
+    expected = CpuBackend(theirs).metadata(inputs).forward(0, (*turned, rows[2]), plain)
     limit = 2e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(actual, expected, atol=limit, rtol=limit)
     torch.testing.assert_close(
@@ -165,12 +165,12 @@ def test_layers_of_a_step_turn_by_their_own_angles(dtype):
     part, other = whole[..., :8], torch.randn(2, 4, 16).to(dtype)
     angles = [whole, whole, other, part, part, whole.flip(1), whole]
     ours, theirs = shape.pools(num_blocks, dtype, dtype)
-    plan = CpuBackend(ours).plan(inputs)
+    metadata = CpuBackend(ours).metadata(inputs)
     for cos, sin in angles:
         rotation = Rotation(cos, sin, RotaryLayout(cos.shape[-1], "halves", 1))
         options = AttentionOptions(0.3, rotation=rotation)
-        actual = plan.forward(0, rows, options)
-        assert torch.equal(actual, CpuBackend(theirs).plan(inputs).forward(0, rows, options))
+        actual = metadata.forward(0, rows, options)
+        assert torch.equal(actual, CpuBackend(theirs).metadata(inputs).forward(0, rows, options))
         whole.neg_()  # as a graph may write where angles were
 
 
@@ -194,12 +194,12 @@ def test_bfloat16_is_float32_that_was_rounded(shape, lengths, window, softcap, s
     )
     rows = [row.bfloat16() for row in shape.rows(sum(new for new, _ in lengths))]
     ours, gathered, exact = shape.pools(num_blocks, torch.bfloat16, torch.bfloat16, torch.float32)
-    actual = CpuBackend(ours).plan(inputs).forward(0, rows, options)
+    actual = CpuBackend(ours).metadata(inputs).forward(0, rows, options)
     assert actual.dtype == torch.bfloat16
-    expected = GatherBackend(gathered).plan(inputs).forward(0, rows, options)
+    expected = GatherBackend(gathered).metadata(inputs).forward(0, rows, options)
     torch.testing.assert_close(actual, expected, atol=3e-2, rtol=3e-2)
-    plan = CpuBackend(exact).plan(inputs)
-    rounded = plan.forward(0, tuple(row.float() for row in rows), options).bfloat16()
+    metadata = CpuBackend(exact).metadata(inputs)
+    rounded = metadata.forward(0, tuple(row.float() for row in rows), options).bfloat16()
     if shape.dim_k % 32 or shape.dim_v % 16:  # else AMX multiplies them, where there is some
         assert torch.equal(actual, rounded)
     for written, other in ((ours.keys, gathered.keys), (ours.values, gathered.values)):
@@ -216,24 +216,24 @@ def test_a_decoding_row_is_the_same_in_every_batch_and_with_any_threads():
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        plan = CpuBackend(pool).plan(inputs_of(lengths, tables, block=shape.block))
-        results.append(plan.forward(0, rows, options))
+        metadata = CpuBackend(pool).metadata(inputs_of(lengths, tables, block=shape.block))
+        results.append(metadata.forward(0, rows, options))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     for at, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-        plan = CpuBackend(pool).plan(inputs_of([length], [table], block=shape.block))
-        alone = plan.forward(0, tuple(tensor[at : at + 1] for tensor in rows), options)
+        metadata = CpuBackend(pool).metadata(inputs_of([length], [table], block=shape.block))
+        alone = metadata.forward(0, tuple(tensor[at : at + 1] for tensor in rows), options)
         assert torch.equal(alone[0], results[0][at])
 
 
 def test_it_runs_inside_inference_mode_and_outside():
     shape = Shape(kv_heads=1, group=2, dim_k=8, dim_v=8, block=4)
     pool = shape.pools(4)[0]
-    plan = CpuBackend(pool).plan(inputs_of([(1, 5)], [[2, 0]], block=4))
+    metadata = CpuBackend(pool).metadata(inputs_of([(1, 5)], [[2, 0]], block=4))
     rows, options = shape.rows(1), AttentionOptions(scaling=1.0)
-    outside = plan.forward(0, rows, options)
+    outside = metadata.forward(0, rows, options)
     with torch.inference_mode():
-        inside = plan.forward(0, tuple(tensor.clone() for tensor in rows), options)
+        inside = metadata.forward(0, tuple(tensor.clone() for tensor in rows), options)
     assert torch.equal(outside, inside)
 
 
@@ -250,8 +250,8 @@ def test_threads_of_its_own_and_those_of_torch_give_the_same_from_any_caller(run
     backends = [CpuBackend(pool) for pool in pools]
 
     def attend(backend: CpuBackend) -> list[torch.Tensor]:
-        plan = backend.plan(inputs_of(lengths, tables, block=shape.block))
-        return [plan.forward(0, rows, options) for _ in range(10)]
+        metadata = backend.metadata(inputs_of(lengths, tables, block=shape.block))
+        return [metadata.forward(0, rows, options) for _ in range(10)]
 
     with ThreadPoolExecutor(len(backends)) as callers:
         items = [item for batch in callers.map(attend, backends) for item in batch]

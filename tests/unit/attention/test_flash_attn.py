@@ -11,7 +11,7 @@ from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,
     Shape,
-    assert_graph_plan_follows,
+    assert_graph_metadata_follows,
     assert_like_oracle,
     assert_turns_like_oracle,
     make_step,
@@ -45,8 +45,8 @@ def test_every_step_gives_what_the_oracle_gives(backend, case, lengths):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_graph_plan_follows_its_steps(backend, case):
-    assert_graph_plan_follows(backend, SHAPE.pool(), SHAPE, options_of(case))
+def test_graph_metadata_follows_its_steps(backend, case):
+    assert_graph_metadata_follows(backend, SHAPE.pool(), SHAPE, options_of(case))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,
     Shape,
-    assert_graph_plan_follows,
+    assert_graph_metadata_follows,
     assert_like_oracle,
     assert_turns_like_oracle,
     copied,
@@ -54,17 +54,17 @@ def test_a_cache_in_8_bit_floats_is_read_with_its_scales(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_graph_plan_follows_its_steps(case):
-    assert_graph_plan_follows(FlashInferBackend, SHAPE.pool(), SHAPE, options_of(case))
+def test_graph_metadata_follows_its_steps(case):
+    assert_graph_metadata_follows(FlashInferBackend, SHAPE.pool(), SHAPE, options_of(case))
 
 
 def test_a_wrapper_is_planned_once_per_step_and_kind_of_layer():
     backend = FlashInferBackend(SHAPE.pool())
     step = make_step([(1, 9), (3, 4)], SHAPE)
     for _ in range(2):
-        plan = backend.plan(step.inputs)
+        metadata = backend.metadata(step.inputs)
         for case in ("plain", "window", "plain", "window", "sinks"):
-            step.run(plan, options_of(case))
+            step.run(metadata, options_of(case))
     assert sorted(wrapper.plans for wrapper in backend._wrappers.values()) == [2, 2, 2, 2]
 
 
@@ -75,19 +75,19 @@ def test_a_plan_is_not_written_over_one_that_the_device_has_yet_to_read(monkeypa
     backend = FlashInferBackend(SHAPE.pool())
     memory = backend.plan_memory = PlanMemory(queue.mark)
     step = make_step([(1, 9), (1, 4)], SHAPE)
-    plan = backend.graph_plan(step.inputs)
+    metadata = backend.graph_metadata(step.inputs)
     if with_graphs:
         for case in ("plain", "window"):
-            step.run(plan, options_of(case))
+            step.run(metadata, options_of(case))
     queue.is_late = True
     for _ in range(4):
         for _ in range(2):
             if with_graphs:
-                plan.refresh(step.inputs)
+                metadata.refresh(step.inputs)
             else:
-                plan = backend.plan(step.inputs)
+                metadata = backend.metadata(step.inputs)
             for case in ("plain", "window"):
-                step.run(plan, options_of(case))
+                step.run(metadata, options_of(case))
         assert len(queue.waiting) == 4
         queue.run()
     assert len(memory._in_use) <= 4 + 2 * with_graphs, "memory is used again"
@@ -99,10 +99,10 @@ def test_the_wrappers_of_all_graphs_share_their_memory():
     wrappers = []
     for size in (4, 2, 1):
         step = make_step([(1, 9)] * size, SHAPE, width=8)
-        plan = backend.graph_plan(step.inputs)
+        metadata = backend.graph_metadata(step.inputs)
         for case in ("plain", "window"):
-            step.run(plan, options_of(case))
-        wrappers.append(list(plan._decoders.values()))
+            step.run(metadata, options_of(case))
+        wrappers.append(list(metadata._decoders.values()))
     for of_kind in zip(*wrappers, strict=True):
         assert len({event.int_workspace.data_ptr() for event in of_kind}) == 1
         assert len({event.settings["paged_kv_indptr_buffer"].data_ptr() for event in of_kind}) == 1
@@ -114,19 +114,19 @@ def test_the_wrappers_of_all_graphs_share_their_memory():
 def test_graphs_of_several_sizes_in_turn_give_what_the_oracle_gives():
     pool = SHAPE.pool()
     backend, options = FlashInferBackend(pool), options_of("plain")
-    plans = {}
+    of_size = {}
     for size in (4, 2):
         step = make_step([(1, 3)] * size, SHAPE, width=8)
-        plans[size] = backend.graph_plan(step.inputs), step
-        step.run(plans[size][0], options)
+        of_size[size] = backend.graph_metadata(step.inputs), step
+        step.run(of_size[size][0], options)
     for seed, size in enumerate((2, 4, 2, 4), start=1):
-        plan, step = plans[size]
+        metadata, step = of_size[size]
         other = make_step([(1, c) for c in range(seed, seed + size)], SHAPE, width=8, seed=seed)
         oracle = copied(pool)
-        expected = other.run(GatherBackend(oracle).plan(other.inputs), options)
+        expected = other.run(GatherBackend(oracle).metadata(other.inputs), options)
         refill(step, other)
-        plan.refresh(step.inputs)
-        torch.testing.assert_close(step.run(plan, options), expected, atol=1e-5, rtol=1e-5)
+        metadata.refresh(step.inputs)
+        torch.testing.assert_close(step.run(metadata, options), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.unit.attention import compiled_flex
 from tests.unit.attention.steps import (
     CASES,
     Shape,
-    assert_graph_plan_follows,
+    assert_graph_metadata_follows,
     assert_like_oracle,
     assert_turns_like_oracle,
     make_step,
@@ -46,8 +46,8 @@ def test_every_step_gives_what_the_oracle_gives(case, lengths):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_graph_plan_follows_its_steps(case):
-    assert_graph_plan_follows(FlexBackend, SHAPE.pool(), SHAPE, options_of(case))
+def test_graph_metadata_follows_its_steps(case):
+    assert_graph_metadata_follows(FlexBackend, SHAPE.pool(), SHAPE, options_of(case))
 
 
 SIZES = [
@@ -96,9 +96,9 @@ def test_layers_of_a_pool_share_what_is_compiled():
     backend.attend = traced
     for lengths in ([(1, 9), (1, 4)], [(7, 4)], [(1, 9), (7, 4), (2, 20)]):
         step = make_step(lengths, SHAPE)
-        plan = backend.plan(step.inputs)
+        metadata = backend.metadata(step.inputs)
         for layer in range(5):
-            plan.forward(layer, (step.query, step.key, step.value), options_of("plain"))
+            metadata.forward(layer, (step.query, step.key, step.value), options_of("plain"))
     seen = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     assert seen == 2
@@ -213,9 +213,9 @@ def test_the_block_mask_names_the_tiles_pages(lengths, window):
     step = make_step(lengths, SHAPE)
     backend = FlexBackend(SHAPE.pool())
     is_decode = all(new == 1 for new, _ in lengths)
-    for plan in (backend.plan(step.inputs), backend.graph_plan(step.inputs)):
-        step.run(plan, options_of("plain" if window is None else "window"))
-        (mask,) = plan._masks.values()
+    for metadata in (backend.metadata(step.inputs), backend.graph_metadata(step.inputs)):
+        step.run(metadata, options_of("plain" if window is None else "window"))
+        (mask,) = metadata._masks.values()
         tiles = expected_tiles(step, window, 1 if is_decode else 64)
         part = (mask.kv_num_blocks[0, 0], mask.kv_indices[0, 0])
         full = (mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0])
@@ -259,9 +259,9 @@ def test_a_sequence_that_decodes_is_a_tile_of_its_own(heads, rows):
     """Its rows are the query heads of a KV head, and read its own pages only."""
     shape = Shape(heads=heads)
     step = make_step([(1, 9), (1, 4), (1, 0)], shape)
-    plan = FlexBackend(shape.pool()).plan(step.inputs)
-    step.run(plan, options_of("plain"))
-    ((key, mask),) = plan._masks.items()
+    metadata = FlexBackend(shape.pool()).metadata(step.inputs)
+    step.run(metadata, options_of("plain"))
+    ((key, mask),) = metadata._masks.items()
     assert key == (0, None, rows)
     assert (rows, shape.block_size) == mask.BLOCK_SIZE
     tables = step.inputs.host_block_tables[0]

@@ -69,8 +69,8 @@ def test_every_row_attends_to_what_it_should(backend, step, window, softcap, sin
         sinks=torch.randn(HEADS) if sinks else None,
     )
 
-    plan = backend(pool).plan(inputs_of(lengths, tables, block=BLOCK))
-    got = plan.forward(
+    metadata = backend(pool).metadata(inputs_of(lengths, tables, block=BLOCK))
+    got = metadata.forward(
         0,
         (
             torch.cat(queries),
@@ -121,8 +121,8 @@ def test_layer_groups_give_bit_for_bit_what_full_tables_give(backend, step, wind
     rows = torch.randn(new, KV_HEADS, DIM_K), torch.randn(new, KV_HEADS, DIM_V)
     for layer, sight in enumerate((None, window)):
         options = AttentionOptions(scaling=0.4, sliding_window=sight, softcap=softcap)
-        expected = backend(full).plan(inputs_of(lengths, tables[layer], block=BLOCK))
-        got = backend(shared).plan(inputs_of(lengths, tables[0], slid, block=BLOCK))
+        expected = backend(full).metadata(inputs_of(lengths, tables[layer], block=BLOCK))
+        got = backend(shared).metadata(inputs_of(lengths, tables[0], slid, block=BLOCK))
         assert torch.equal(
             got.forward(layer, (query, *rows), options),
             expected.forward(layer, (query, *rows), options),

@@ -8,7 +8,7 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.attention.backend import AttentionOptions, SharedRows, StepInputs
-from pyengine.attention.cpu import CpuBackend, CpuPlan
+from pyengine.attention.cpu import CpuBackend, CpuMetadata
 from pyengine.cpu import BufferError, CpuAttention
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
@@ -43,9 +43,9 @@ def test_no_bit_changes(dtype, softcap):
     rows = [torch.randn(5, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     options = AttentionOptions(scaling=0.3, softcap=softcap)
     backend = CpuBackend(pool)
-    alone = backend.plan(inputs).forward(0, rows, options)
+    alone = backend.metadata(inputs).forward(0, rows, options)
     shared = prefixes([0, 3, 0, 32, -1], [0, 2, 32, 48, 0])
-    together = backend.plan(replace(inputs, shared=shared)).forward(0, rows, options)
+    together = backend.metadata(replace(inputs, shared=shared)).forward(0, rows, options)
     assert torch.equal(alone, together)
 
 
@@ -54,7 +54,7 @@ def test_what_the_tables_contradict_is_refused():
     pool = KVPool([spec], 100, BLOCK, torch.device("cpu"))
     inputs = inputs_of(LENGTHS, tables(), block=BLOCK)
     with pytest.raises(BufferError, match="prefix 0 does not begin where its parent ends"):
-        CpuBackend(pool).plan(replace(inputs, shared=prefixes([0, 3, 0, 48, -1])))
+        CpuBackend(pool).metadata(replace(inputs, shared=prefixes([0, 3, 0, 48, -1])))
 
 
 @pytest.mark.slow
@@ -63,12 +63,12 @@ def test_what_the_tables_contradict_is_refused():
 def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
     """Tokens and log-probabilities are those of an engine that reads every block for each row."""
     widths: list[int] = []
-    plan = CpuBackend.plan
+    metadata = CpuBackend.metadata
 
-    def seen(backend: CpuBackend, inputs: StepInputs) -> CpuPlan:
+    def seen(backend: CpuBackend, inputs: StepInputs) -> CpuMetadata:
         assert inputs.shared is not None
         widths.append(len(inputs.shared.prefixes))
-        return plan(backend, inputs)
+        return metadata(backend, inputs)
 
     rng = np.random.default_rng(0)
     system, tools = rng.integers(3, 40_000, SHARED).tolist(), rng.integers(3, 40_000, 300).tolist()
@@ -90,7 +90,7 @@ def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
         ]
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuBackend, "plan", seen)
+        patch.setattr(CpuBackend, "metadata", seen)
         together = answers()
     assert max(widths) >= 2, "nothing was shared"
     whole = CpuBackend.__init__

@@ -108,7 +108,7 @@ def test_attention_gives_the_strides_that_its_fake_promises(family: str) -> None
                 modules.setitem(sys.modules, "flash_attn", fake_kernels.flash_attn)
                 modules.setitem(sys.modules, "flash_attn_interface", fake_kernels.flash_attn_3)
                 backend = build(pool)
-            context = PagedContext(backend.plan(inputs), [None] * len(specs))
+            context = PagedContext(backend.metadata(inputs), [None] * len(specs))
             ids = torch.arange(len(inputs.positions))
             checked = Checked(torch.ops.pyengine.paged_attention.default)
             with (

@@ -11,7 +11,7 @@ from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,
     Shape,
-    assert_graph_plan_follows,
+    assert_graph_metadata_follows,
     assert_like_oracle,
     assert_turns_like_oracle,
     make_step,
@@ -55,13 +55,13 @@ def test_every_step_gives_what_the_oracle_gives(backend, case, lengths):
 
 
 @pytest.mark.parametrize(("backend", "case"), SERVED)
-def test_a_graph_plan_follows_its_steps(backend, case):
-    assert_graph_plan_follows(backend, SHAPE.pool(), SHAPE, options_of(case))
+def test_graph_metadata_follows_its_steps(backend, case):
+    assert_graph_metadata_follows(backend, SHAPE.pool(), SHAPE, options_of(case))
 
 
 @pytest.mark.parametrize("backend", [VarlenBackend, CudnnBackend])
 def test_a_softcap_is_refused_rather_than_ignored(backend):
     step = make_step([(1, 2)], SHAPE)
-    plan = backend(SHAPE.pool()).plan(step.inputs)
+    metadata = backend(SHAPE.pool()).metadata(step.inputs)
     with pytest.raises(ConfigurationError, match=r"softcap of 0\.7"):
-        step.run(plan, options_of("softcap"))
+        step.run(metadata, options_of("softcap"))

@@ -18,7 +18,7 @@ from pyengine.executor.cuda_graphs import graph_sizes
 from pyengine.executor.input_buffers import Padding
 from pyengine.kv_cache.pool import KVPool
 from tests.support.graphs import record_eagerly
-from tests.support.static_attention import StaticBackend, StaticPlan
+from tests.support.static_attention import StaticBackend, StaticMetadata
 from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 from tests.unit.executor.test_model_runner import FAMILIES
 
@@ -111,7 +111,7 @@ def test_a_graph_takes_tables_as_wide_as_the_longest_of_the_step(
         replayed = replayed.clone()
         logits, _ = run.step(entries)
         torch.testing.assert_close(replayed, torch.cat(logits), atol=1e-4, rtol=1e-4)
-        (of_four,) = [plan for plan in backend.plans if len(plan._inputs.seq_lens) == 4]
+        (of_four,) = [graph for graph in backend.graphs if len(graph._inputs.seq_lens) == 4]
         inputs = of_four.refreshed[-1]
         widths.append((inputs.host_block_tables.shape[2], inputs.block_tables.shape[2]))
         for entry in entries:
@@ -136,7 +136,7 @@ def test_padding_reads_the_null_block_and_writes_nowhere() -> None:
     run.step(entries, all_rows=False)
     backend = run.runner._backend
     assert isinstance(backend, StaticBackend)
-    (of_four,) = [plan for plan in backend.plans if len(plan._inputs.seq_lens) == 4]
+    (of_four,) = [graph for graph in backend.graphs if len(graph._inputs.seq_lens) == 4]
     (inputs,) = of_four.refreshed
     assert inputs.seq_lens.tolist() == [6, 4, 8, 1]
     assert inputs.slot_mapping[0, 3] == -1
@@ -185,11 +185,11 @@ def test_no_graph_is_larger_than_a_step_may_be() -> None:
     assert run.runner.graphs.sizes == [1, 2, 4, 5]
 
 
-def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
+def test_a_backend_that_reads_the_host_has_no_metadata_for_graphs() -> None:
     run = PagedRun(random_model("llama"), backend=GatherBackend)
     assert not run.runner._backend.supports_graphs
     with pytest.raises(ConfigurationError, match=r"cannot be captured .* enforce_eager=True"):
-        run.runner._backend.graph_plan(run.runner.buffers.fixed_inputs(Padding(1, 0)))
+        run.runner._backend.graph_metadata(run.runner.buffers.fixed_inputs(Padding(1, 0)))
 
 
 _NONE = np.zeros(0, np.int32)
@@ -205,14 +205,14 @@ CASCADE = Cascade(
 
 
 class SharingBackend(StaticBackend):
-    """The static backend, with a second plan for steps that share blocks; it reads as much."""
+    """The static backend, with other metadata for steps that share blocks; it reads as much."""
 
     shared_group = 0
     is_worth_it = False
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        self.sharing: list[StaticPlan] = []
+        self.sharing: list[StaticMetadata] = []
         self.cascades: list[Cascade | None] = []
 
     def cascade(self, inputs: StepInputs) -> Cascade | None:
@@ -220,10 +220,10 @@ class SharingBackend(StaticBackend):
         self.cascades.append(CASCADE if self.is_worth_it else None)
         return self.cascades[-1]
 
-    def sharing_graph_plan(self, inputs: StepInputs) -> StaticPlan | None:
+    def sharing_graph_metadata(self, inputs: StepInputs) -> StaticMetadata | None:
         if len(inputs.seq_lens) == 1:
             return None
-        self.sharing.append(StaticPlan(self.pool, inputs))
+        self.sharing.append(StaticMetadata(self.pool, inputs))
         return self.sharing[-1]
 
 
@@ -243,14 +243,14 @@ def test_a_size_has_a_second_graph_for_steps_that_share_blocks(is_worth_it: bool
     backend.is_worth_it = is_worth_it
     entries, _ = decode(run, [5, 3, 7], Random(2))
     replayed = run.step(entries, all_rows=False)[1].clone()
-    (used,) = [plan for plan in backend.sharing + backend.plans if plan.refreshed]
-    assert used in (backend.sharing if is_worth_it else backend.plans)
+    (used,) = [graph for graph in backend.sharing + backend.graphs if graph.refreshed]
+    assert used in (backend.sharing if is_worth_it else backend.graphs)
     assert backend.cascades == [CASCADE if is_worth_it else None], "computed once a step"
     assert used.refreshed[0].cascade is backend.cascades[0]
     torch.testing.assert_close(replayed, torch.cat(run.step(entries)[0]), atol=1e-4, rtol=1e-4)
     entries, _ = decode(run, [5], Random(2))
     run.step(entries, all_rows=False)
-    assert [len(plan.refreshed) for plan in backend.plans] == [0, not is_worth_it, 0, 1]
+    assert [len(graph.refreshed) for graph in backend.graphs] == [0, not is_worth_it, 0, 1]
 
 
 def test_a_second_graph_that_fails_leaves_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -267,7 +267,7 @@ def test_a_second_graph_that_fails_leaves_the_first(caplog: pytest.LogCaptureFix
     assert run.runner.graphs.sharing_sizes == [8]
     entries, _ = decode(run, [5, 3, 7], Random(2))
     run.step(entries, all_rows=False)
-    assert [len(plan.refreshed) for plan in backend.plans] == [0, 1, 0, 0]
+    assert [len(graph.refreshed) for graph in backend.graphs] == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("fails_at", [8, 2])

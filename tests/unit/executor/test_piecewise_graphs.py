@@ -228,18 +228,18 @@ def test_attention_that_fails_leaves_the_next_step_right() -> None:
     run = PagedRun(random_model("llama"), rows_per_seq=WITH_ALL_ROWS)
     expected = prefill(run, 9)
     captured(run)
-    plan_of = run.runner._backend.plan
+    metadata_of = run.runner._backend.metadata
 
     class Broken:
         def forward(self, *_: object) -> torch.Tensor:
             raise RuntimeError("no")
 
-    run.runner._backend.plan = lambda _inputs: Broken()  # type: ignore[method-assign]
+    run.runner._backend.metadata = lambda _inputs: Broken()  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no"):
         prefill(run, 12)
-    run.runner._backend.plan = plan_of  # type: ignore[method-assign]
+    run.runner._backend.metadata = metadata_of  # type: ignore[method-assign]
     torch.testing.assert_close(prefill(run, 9), expected, **NEAR)
-    assert run.runner.piecewise._step.plan is None
+    assert run.runner.piecewise._step.metadata is None
 
 
 def test_a_runner_is_freed_as_soon_as_it_is_dropped() -> None:

@@ -201,7 +201,7 @@ def test_a_step_that_fails_is_rolled_back_on_all_ranks(
     assert len(failures) > 3
     assert all(isinstance(failure, WorkerError) for failure in failures)
     assert "rank 1" in str(failures[0]) and "InjectedError: while preparing" in str(failures[0])
-    assert "faulty_plan" in str(failures[0]), "the traceback is the worker's"
+    assert "faulty_metadata" in str(failures[0]), "the traceback is the worker's"
 
     with monkeypatch.context() as patch:
         faulty_worker.inject(patch.setattr)

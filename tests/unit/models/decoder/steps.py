@@ -59,13 +59,13 @@ class Runner:
         """Compute further tokens of sequences; keeps the logits of all of them."""
         inputs = self._inputs(chunks)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
-        plan = self.backend.plan(inputs)
+        metadata = self.backend.metadata(inputs)
         if isinstance(self.backend, CpuBackend):
             arrays = ids.numpy(), positions.numpy(), rows.numpy()
-            result = torch.from_numpy(self.decoder(*arrays, plan))
+            result = torch.from_numpy(self.decoder(*arrays, metadata))
             result = result.view(torch.bfloat16) if result.dtype == torch.uint16 else result
         else:
-            result = self.decoder(ids, positions, rows, plan)
+            result = self.decoder(ids, positions, rows, metadata)
         start = 0
         for sequence, count in chunks:
             sequence.logits += result[start : start + count].unbind()

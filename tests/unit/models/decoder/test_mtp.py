@@ -51,12 +51,12 @@ def ours(folder: Path, kernels: str = "torch") -> list[tuple[torch.Tensor, torch
     ids, positions, backend = inputs.input_ids, inputs.positions, GatherBackend(pool)
     as_input = array_of if model.takes_arrays else (lambda tensor: tensor)
     ids, positions = as_input(ids), as_input(positions)
-    states = tensor_of(model.hidden_states(ids, positions, backend.plan(inputs)))
+    states = tensor_of(model.hidden_states(ids, positions, backend.metadata(inputs)))
     results = []
     for layer in range(len(spec.mtp_layers)):
-        plan = backend.plan(inputs, first_key=layer + 1)
+        metadata = backend.metadata(inputs, first_key=layer + 1)
         previous = as_input(states.roll(1, 0))
-        states = tensor_of(model.mtp_states(layer, ids, previous, positions, plan))
+        states = tensor_of(model.mtp_states(layer, ids, previous, positions, metadata))
         logits = tensor_of(model.mtp_logits(layer, as_input(states)))
         results.append((states[layer + 1 :], logits[layer + 1 :]))
     return results
