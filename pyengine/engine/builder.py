@@ -28,9 +28,9 @@ from pyengine.engine.parts import EnginePart, MemoryAhead
 from pyengine.engine.pinning import Pinning
 from pyengine.engine.verification import HitVerifier, KeptRecording
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cache_plan import CachePlan, cache_specs, plan_cache
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.kv_cache_config import KVCacheConfig, cache_specs, configure_cache
 from pyengine.executor.memory_profile import (
     CudaMeter,
     activation_bytes,
@@ -165,10 +165,10 @@ def _set_up(
     if draft is not None:
         pool = replace(pool, bytes_beside=draft.bytes_per_token * pool.block_size)
     max_tokens = settings.max_num_batched_tokens
-    plan = plan_cache(
+    cache = configure_cache(
         loaded, pool, max_tokens, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
     )
-    manager = plan.manager(
+    manager = cache.manager(
         prefix_caching=settings.enable_prefix_caching,
         in_flight_sharing=settings.in_flight_sharing,
         partial_reuse=settings.partial_reuse,
@@ -185,11 +185,11 @@ def _set_up(
         draft=draft,
         needs=needs,
         choice=choice,
-        plan=plan,
+        cache=cache,
         manager=manager,
         model_limits=model_limits,
         runner_limits=_runner_limits(
-            settings, longest, plan.block_size, plan.groups, num_mtp_layers
+            settings, longest, cache.block_size, cache.groups, num_mtp_layers
         ),
     )
 
@@ -253,13 +253,13 @@ def _connect(
 
 
 def _main_runner(setup: Setup, worker_group: "WorkerGroup | None") -> Runner:
-    settings, plan, limits = setup.settings, setup.plan, setup.runner_limits
+    settings, cache, limits = setup.settings, setup.cache, setup.runner_limits
     if worker_group is None:
-        return _runner(settings, setup.loaded, setup.choice, plan, limits)
+        return _runner(settings, setup.loaded, setup.choice, cache, limits)
     from pyengine.executor.tensor_parallel.ranks import RunnerSetup
 
     graphs = _wants_graphs(settings, setup.loaded)
-    return worker_group.runner(RunnerSetup(plan, setup.choice, limits, graphs))
+    return worker_group.runner(RunnerSetup(cache, setup.choice, limits, graphs))
 
 
 def _step_threads(
@@ -301,7 +301,7 @@ def _scheduler(setup: Setup, offloader: KVOffloader | None) -> Scheduler:
 def _offloader(
     setup: Setup, store: KVStore, pool: KVPool, inbox: Inbox, *, populate: bool
 ) -> KVOffloader:
-    fingerprints = _fingerprints(setup.settings, setup.loaded, setup.needs, setup.plan)
+    fingerprints = _fingerprints(setup.settings, setup.loaded, setup.needs, setup.cache)
     if not populate and (entries := store.stats()["readable_entries"]):
         pool.populate(entries // len(fingerprints))  # for what is to be restored
     return KVOffloader(store, pool.block_memory(), setup.manager, fingerprints, inbox.put)
@@ -328,7 +328,7 @@ def _drafting(setup: Setup, scheduler: Scheduler, executor: Executor) -> Draftin
     if setup.settings.speculation is None:
         return None
     limits = setup.runner_limits
-    costs = measured_costs(executor.runner, setup.plan.manager(), limits)
+    costs = measured_costs(executor.runner, setup.cache.manager(), limits)
     return Drafting(
         scheduler,
         _drafter(setup, executor),
@@ -379,29 +379,29 @@ def _host_store(num_bytes: int, device: Device) -> KVStore:
 
 
 def _fingerprints(
-    settings: EngineSettings, loaded: LoadedModel, needs: AttentionNeeds, plan: CachePlan
+    settings: EngineSettings, loaded: LoadedModel, needs: AttentionNeeds, cache: KVCacheConfig
 ) -> list[bytes]:
     """The fingerprint of each layer group: entries are those of this model alone."""
     properties = [
         ("layout", _STORED_LAYOUT),
-        ("block size", str(plan.block_size).encode()),
+        ("block size", str(cache.block_size).encode()),
         ("device", loaded.device.type.encode()),
         ("dtypes", f"{loaded.dtype} {needs.cache_dtype}".encode()),
         ("quantization", str(settings.quantization).encode()),
-        *_scale_properties(plan),
+        *_scale_properties(cache),
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
         *loaded.properties,
     ]
     return [
-        kv_fingerprint([("layers", _layers_of(plan.groups, group)), *properties])
-        for group in range(len(plan.groups.windows))
+        kv_fingerprint([("layers", _layers_of(cache.groups, group)), *properties])
+        for group in range(len(cache.groups.windows))
     ]
 
 
-def _scale_properties(plan: CachePlan) -> list[tuple[str, bytes]]:
+def _scale_properties(cache: KVCacheConfig) -> list[tuple[str, bytes]]:
     scales = {
         layer: (spec.scale_k, spec.scale_v)
-        for layer, spec in enumerate(plan.specs)
+        for layer, spec in enumerate(cache.specs)
         if spec != spec.unscaled
     }
     return [("KV scales", str(scales).encode())] if scales else []
@@ -544,11 +544,11 @@ def _runner(
     settings: EngineSettings,
     loaded: LoadedModel,
     choice: Choice,
-    plan: CachePlan,
+    cache: KVCacheConfig,
     limits: RunnerLimits,
 ) -> ModelRunner:
     """A runner in this process, compiled and captured as the settings say."""
-    pool = plan.pool(loaded)
+    pool = cache.pool(loaded)
     backend = choice.build(pool)
     if loaded.device.type == "cpu":
         keep_freed_memory()
@@ -593,14 +593,14 @@ def _drafter(setup: Setup, executor: Executor) -> Drafter:
     """The drafter of the settings."""
     settings, draft = setup.settings, setup.draft
     if settings.speculation == "mtp":
-        return MTPDrafter(executor, setup.plan.block_size)
+        return MTPDrafter(executor, setup.cache.block_size)
     if draft is not None:
-        return _draft_model(settings, executor, draft, draft.plan_cache(settings, setup.plan))
+        return _draft_model(settings, executor, draft, draft.configure_cache(settings, setup.cache))
     return NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()
 
 
 def _draft_model(
-    settings: EngineSettings, executor: Executor, draft: LoadedDraft, cache: CachePlan
+    settings: EngineSettings, executor: Executor, draft: LoadedDraft, cache: KVCacheConfig
 ) -> DraftModel:
     """A second model over its own KV cache."""
     longest, most = draft.longest, settings.max_num_batched_tokens

@@ -10,9 +10,9 @@ from pyengine.config import EngineSettings
 from pyengine.cpu.threads import ComputeThreads
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.offloading import KVOffloader
-from pyengine.executor.cache_plan import CachePlan
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.kv_cache_config import KVCacheConfig
 from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.kv_cache import BlockManager
 from pyengine.models.loaded import LoadedModel
@@ -30,7 +30,7 @@ class Setup:
     draft: LoadedDraft | None
     needs: AttentionNeeds
     choice: Choice
-    plan: CachePlan
+    cache: KVCacheConfig
     manager: BlockManager
     model_limits: ModelLimits
     runner_limits: RunnerLimits
@@ -44,18 +44,18 @@ def describe(
     params: SamplingParams,
 ) -> dict[str, object]:
     """All rows of the description."""
-    settings, loaded, plan, draft = setup.settings, setup.loaded, setup.plan, setup.draft
+    settings, loaded, cache, draft = setup.settings, setup.loaded, setup.cache, setup.draft
     return {
         **_about_model(loaded, settings),
         **threads.describe(),
         **_about_linears(loaded),
         **_about_attention(setup.choice, setup.needs, executor.runner),
-        "kv_cache_scales": _about_scales(plan),
-        **_about_cache(plan, setup.model_limits, settings),
+        "kv_cache_scales": _about_scales(cache),
+        **_about_cache(cache, setup.model_limits, settings),
         **_about_store(settings, offloader),
         "async_scheduling": executor.depth > 1,
         **_about_speculation(settings, setup.runner_limits),
-        **({} if draft is None else draft.describe(draft.plan_cache(settings, plan))),
+        **({} if draft is None else draft.describe(draft.configure_cache(settings, cache))),
         "generation_config": about_sampling(settings, params),
     }
 
@@ -105,20 +105,20 @@ def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> d
     }
 
 
-def _about_scales(plan: CachePlan) -> str:
-    count = sum(spec != spec.unscaled for spec in plan.specs)
+def _about_scales(cache: KVCacheConfig) -> str:
+    count = sum(spec != spec.unscaled for spec in cache.specs)
     return f"of the checkpoint, {count} layers" if count else "none"
 
 
 def _about_cache(
-    plan: CachePlan, model_limits: ModelLimits, settings: EngineSettings
+    cache: KVCacheConfig, model_limits: ModelLimits, settings: EngineSettings
 ) -> dict[str, object]:
     return {
-        "block_size": plan.block_size,
-        "num_blocks": plan.size.num_blocks,
-        "kv_cache_bytes": plan.size.num_bytes,
-        "kv_cache_reason": plan.size.reason,
-        "layer_groups": str(plan.groups),
+        "block_size": cache.block_size,
+        "num_blocks": cache.size.num_blocks,
+        "kv_cache_bytes": cache.size.num_bytes,
+        "kv_cache_reason": cache.size.reason,
+        "layer_groups": str(cache.groups),
         "max_model_len": model_limits.max_model_len,
         "max_model_len_reason": model_limits.limited_by,
         "enable_prefix_caching": settings.enable_prefix_caching,

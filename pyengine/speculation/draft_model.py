@@ -12,8 +12,8 @@ from pyengine.attention.choice import Choice, select_backend
 from pyengine.attention.needs import needs_of
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cache_plan import CachePlan, cache_specs, plan_cache
 from pyengine.executor.executor import Executor
+from pyengine.executor.kv_cache_config import KVCacheConfig, cache_specs, configure_cache
 from pyengine.executor.model_runner import Runner
 from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
@@ -53,10 +53,10 @@ class LoadedDraft:
         """Bytes of a token in its KV cache."""
         return bytes_per_block(cache_specs(self.loaded, self.kv_dtype), 1)
 
-    def plan_cache(self, settings: EngineSettings, plan: CachePlan) -> CachePlan:
-        """A cache for as many tokens as the main model's, null blocks included."""
+    def configure_cache(self, settings: EngineSettings, main: KVCacheConfig) -> KVCacheConfig:
+        """A cache for as many tokens as `main`, the main model's, null blocks included."""
         size = self.choice.block_size
-        num_blocks = (plan.size.num_blocks + 1) * plan.block_size // size - 1
+        num_blocks = (main.size.num_blocks + 1) * main.block_size // size - 1
         pool = PoolSettings(
             block_size=size,
             num_blocks=max(1, num_blocks),
@@ -64,9 +64,9 @@ class LoadedDraft:
             max_model_len=self.longest,
         )
         most = settings.max_num_batched_tokens
-        return plan_cache(self.loaded, pool, most, layer_groups=False, kv_dtype=self.kv_dtype)
+        return configure_cache(self.loaded, pool, most, layer_groups=False, kv_dtype=self.kv_dtype)
 
-    def describe(self, cache: CachePlan) -> dict[str, object]:
+    def describe(self, cache: KVCacheConfig) -> dict[str, object]:
         """Rows of `describe()`."""
         return {
             "draft_attention_backend": self.choice.backend,

@@ -12,9 +12,9 @@ import pytest
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.engine.core import Engine
 from pyengine.engine.model_limits import ModelLimits
-from pyengine.executor.cache_plan import cache_specs
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.kv_cache_config import cache_specs
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import load_model

@@ -11,8 +11,8 @@ from pyengine.engine.input_processor import InputProcessor
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.parts import EnginePart
 from pyengine.engine.pinning import Pinning
-from pyengine.executor.cache_plan import longest_sequence
 from pyengine.executor.executor import Executor
+from pyengine.executor.kv_cache_config import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.llm import LLM
 from pyengine.outputs import RequestOutput

@@ -11,8 +11,8 @@ import numpy as np
 
 from pyengine.engine.core import Engine
 from pyengine.engine.model_limits import ModelLimits
-from pyengine.executor.cache_plan import longest_sequence
 from pyengine.executor.executor import Executor
+from pyengine.executor.kv_cache_config import longest_sequence
 from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import BlockManager, Remapping
 from pyengine.request.request import SequenceState

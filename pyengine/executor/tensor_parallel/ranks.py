@@ -37,7 +37,7 @@ from pyengine.models.loaded import LoadedModel
 from pyengine.models.source import ModelSource
 
 if TYPE_CHECKING:
-    from pyengine.executor.cache_plan import CachePlan
+    from pyengine.executor.kv_cache_config import KVCacheConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class RunnerSetup:
     `graphs` they capture decode steps.
     """
 
-    cache: "CachePlan"
+    cache: "KVCacheConfig"
     choice: Choice
     limits: RunnerLimits
     graphs: bool = False

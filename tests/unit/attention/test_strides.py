@@ -23,7 +23,7 @@ from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import LayerNeeds
 from pyengine.attention.varlen import CudnnBackend, VarlenBackend
-from pyengine.executor.cache_plan import cache_specs
+from pyengine.executor.kv_cache_config import cache_specs
 from pyengine.kv_cache.pool import KVPool
 from tests.gpu.models import FAMILIES, random_model
 from tests.support.models import as_loaded

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.errors import InvalidRequestError
-from pyengine.executor.cache_plan import longest_sequence
+from pyengine.executor.kv_cache_config import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.request.prompts import Prompt
 from pyengine.sampling.state import sample_seed

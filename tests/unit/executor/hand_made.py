@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.needs import AttentionNeeds
-from pyengine.executor.cache_plan import cache_specs
 from pyengine.executor.cuda_graphs import Record
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
+from pyengine.executor.kv_cache_config import cache_specs
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
 from pyengine.kv_cache.pool import KVPool

@@ -13,8 +13,8 @@ import torch
 
 from pyengine.attention.gather import GatherBackend
 from pyengine.errors import ConfigurationError
-from pyengine.executor.cache_plan import cache_specs
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
+from pyengine.executor.kv_cache_config import cache_specs
 from pyengine.executor.memory_profile import (
     LargestStep,
     activation_bytes,

@@ -18,7 +18,7 @@ from pyengine.utils.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)
-class CachePlan:
+class KVCacheConfig:
     """A KV cache before it is allocated: the layers' specs, their groups, the size of the pool."""
 
     specs: list[KVCacheSpec]
@@ -37,14 +37,14 @@ class CachePlan:
         return KVPool(self.specs, blocks, self.block_size, loaded.device, self.groups)
 
 
-def plan_cache(
+def configure_cache(
     loaded: LoadedModel,
     settings: PoolSettings,
     max_tokens: int,
     *,
     layer_groups: bool,
     kv_dtype: DType | None = None,
-) -> CachePlan:
+) -> KVCacheConfig:
     """Group the model's layers and size the pool; steps compute up to `max_tokens` tokens.
 
     `kv_dtype` is the element type of the pool, None: the model's. Without `layer_groups` all layers
@@ -61,7 +61,7 @@ def plan_cache(
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
     settings = replace(settings, blocks_per_seq=blocks_per_seq)
     size = resolve_num_blocks(settings, groups.tensor_shapes(shapes), loaded.device)
-    return CachePlan(specs, groups, size, settings.block_size)
+    return KVCacheConfig(specs, groups, size, settings.block_size)
 
 
 def cache_specs(loaded: LoadedModel, kv_dtype: DType) -> list[KVCacheSpec]:
