@@ -11,16 +11,16 @@ pub struct Config {
     pub max_bytes: u64,
     /// Entries in the index; each takes [`INDEX_BYTES_PER_ENTRY`](crate::INDEX_BYTES_PER_ENTRY) of memory.
     pub max_entries: u64,
-    /// Payload bytes that wait to be written, in memory.
+    /// Queued payload bytes, in memory.
     pub queue_bytes: u64,
     /// Bytes of a segment, the unit of eviction; larger entries are not stored.
     pub segment_bytes: u64,
     /// Read or write.
     pub access: Access,
-    /// With a key, entries that were not written with it are not read. The key is secret.
+    /// A secret key: entries written without it are not read.
     pub auth_key: Option<[u8; 32]>,
-    /// How long puts are dropped after a write failed. At most a second later, the store also looks again at a folder
-    /// that was replaced and at the free space.
+    /// How long puts are dropped after a write failed. At most a second later, the store also checks for a replaced
+    /// folder and for free space.
     pub retry_after: Duration,
     /// How long an operation may take until the store answers without the disk.
     pub stall_after: Duration,

@@ -1,4 +1,4 @@
-//! The file system as traits. Tests inject faults below them.
+//! The file system as traits, so that tests can inject faults.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub trait Disk: Send + Sync {
     /// Names of the files.
     fn names(&self) -> io::Result<Vec<String>>;
-    /// Makes an empty file; an error if the name is in use.
+    /// Creates an empty file; an error if the name is in use.
     fn create(&self, name: &str) -> io::Result<Box<dyn DiskFile>>;
     /// Opens a file for reading.
     fn open(&self, name: &str) -> io::Result<Box<dyn DiskFile>>;
@@ -16,14 +16,14 @@ pub trait Disk: Send + Sync {
     fn open_writable(&self, name: &str) -> io::Result<Box<dyn DiskFile>>;
     /// Removes a file.
     fn remove(&self, name: &str) -> io::Result<()>;
-    /// Renames a file, whole or not at all.
+    /// Renames a file atomically.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
-    /// Waits until the names of all files are on the device.
+    /// Syncs the names of all files.
     fn sync(&self) -> io::Result<()>;
     /// Bytes that can still be written.
     fn available(&self) -> io::Result<u64>;
-    /// Looks whether the folder has been replaced by another one, and uses that one from now on. If so, returns what
-    /// is held while the store uses it. An error if the folder is gone or cannot be used.
+    /// Switches to the folder that has replaced this one, if any. If so, returns what
+    /// the store holds while it uses the folder. An error if the folder is gone or cannot be used.
     fn reopen(&self) -> io::Result<Option<Box<dyn Send>>> {
         Ok(None)
     }
@@ -33,13 +33,13 @@ pub trait Disk: Send + Sync {
 pub trait DiskFile: Send + Sync {
     /// Reads at most `buffer.len()` bytes; fewer only at the end of the file or when interrupted.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
-    /// Writes some bytes of `buffer`, and returns how many.
+    /// Writes some bytes of `buffer`; returns their number.
     fn write_at(&self, buffer: &[u8], offset: u64) -> io::Result<usize>;
     /// Length of the file.
     fn size(&self) -> io::Result<u64>;
-    /// Cuts the file.
+    /// Truncates the file.
     fn truncate(&self, size: u64) -> io::Result<()>;
-    /// Waits until all writes are on the device.
+    /// Syncs all writes to the device.
     fn sync(&self) -> io::Result<()>;
 }
 

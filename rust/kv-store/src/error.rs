@@ -38,7 +38,7 @@ pub enum OpenError {
         /// The path.
         path: PathBuf,
     },
-    /// The folder belongs to another user, who could make answers wrong.
+    /// The folder belongs to another user, who could forge entries.
     #[error(
         "{path} belongs to user {owner}, this process runs as user {user}; use a folder of this user"
     )]
@@ -50,7 +50,7 @@ pub enum OpenError {
         /// User id of this process.
         user: u32,
     },
-    /// Others can enter the folder, which is a store.
+    /// The folder is a store, and other users can enter it.
     #[error("{path} is accessible to other users (mode {mode}); run: chmod 700 {path}")]
     Mode {
         /// The path.
@@ -58,7 +58,7 @@ pub enum OpenError {
         /// The permission bits, octal.
         mode: String,
     },
-    /// Others can enter the folder, which is empty.
+    /// The folder is empty, and other users can enter it.
     #[error(
         "{path} is accessible to other users (mode {mode}); name a folder in it that does not exist \
          yet, which is made private: {path}/kv-cache"
@@ -69,7 +69,7 @@ pub enum OpenError {
         /// The permission bits, octal.
         mode: String,
     },
-    /// The folder has files and no marker of a store.
+    /// The folder has files but no store's marker.
     #[error("{path} is not empty and not a KV store; name an empty or new folder")]
     NotAStore {
         /// The path.
@@ -126,7 +126,7 @@ pub enum Put {
 /// Reasons for which a put is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DropReason {
-    /// The bytes or entries that wait to be written have reached their limit.
+    /// The queued bytes or entries have reached their limit.
     QueueFull,
     /// The entry is larger than a segment.
     TooLarge,
@@ -145,7 +145,7 @@ pub enum Get {
     Hit,
     /// The entry does not exist; the buffers are unchanged, or their bytes are invalid.
     Miss,
-    /// The disk failed or does not answer; the buffers hold bytes to be ignored.
+    /// The disk failed or stalls; ignore the buffers.
     Failed,
 }
 

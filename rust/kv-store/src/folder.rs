@@ -20,7 +20,7 @@ const PRIVATE_FILE: Mode = Mode::from_raw_mode(0o600);
 pub(crate) struct Folder {
     path: PathBuf,
     descriptor: RwLock<Arc<OwnedFd>>,
-    /// The marker text of the store, and whether this one writes: a folder that takes the place must have both.
+    /// The marker text, and whether this store writes: a folder that replaces this one must match both.
     store: Option<(String, bool)>,
 }
 
@@ -29,10 +29,9 @@ pub(crate) fn is_device_error(error: &io::Error) -> bool {
     error.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error())
 }
 
-/// Held by the one process that writes; released when the process ends, however it ends.
+/// Held by the one process that writes; released when the process ends, even by a crash.
 ///
-/// Forked processes have the file too, if only until they run another program. So its owner unlocks it, and a fork that
-/// drops its copy does not.
+/// Forked processes inherit the file, so only its owner unlocks it.
 pub(crate) struct WriterLock {
     file: File,
     owner: u32,
@@ -47,10 +46,9 @@ impl Drop for WriterLock {
 }
 
 impl Folder {
-    /// Opens a folder that only its owner can enter, or makes one to write to. The path ends with a name.
+    /// Opens a folder that only its owner can enter, or creates one for writing. The path ends with a name.
     ///
-    /// A folder with other contents is reported as that, whatever its mode: advice to change its mode
-    /// would harm what it holds.
+    /// A folder with other files is `NotAStore`, whatever its mode: a changed mode could break their users.
     pub(crate) fn open(path: &Path, access: Access) -> Result<Self, OpenError> {
         let io = |source| OpenError::Io {
             path: path.into(),
@@ -69,7 +67,7 @@ impl Folder {
         Self::open_existing(path)
     }
 
-    /// The store that this folder is of, with its marker's text.
+    /// Sets the marker text and the access of the store in this folder.
     pub(crate) fn of_store(mut self, marker: &str, is_writer: bool) -> Self {
         self.store = Some((marker.to_owned(), is_writer));
         self
@@ -117,7 +115,7 @@ impl Folder {
         })
     }
 
-    /// True if the folder has the marker of a store that this user made.
+    /// True if the folder has the marker of a store that this user created.
     fn has_marker_of(&self, user: u32) -> bool {
         let Ok(file) = self.file(MARKER, OFlags::RDONLY) else {
             return false;
@@ -133,7 +131,7 @@ impl Folder {
         Arc::clone(&descriptor.unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Locks and marks a folder that takes the place of this one.
+    /// Locks and marks a folder that replaces this one.
     fn take_over(&self, other: &Self) -> io::Result<Box<dyn Send>> {
         let Some((text, is_writer)) = &self.store else {
             return Ok(Box::new(()));
@@ -152,7 +150,7 @@ impl Folder {
         Ok(Box::new(lock))
     }
 
-    /// Locks the folder for writing; the error holds the process id of the writer, if it is known.
+    /// Locks the folder for writing; the error has the writer's process id, if known.
     pub(crate) fn lock(&self) -> io::Result<Result<WriterLock, Option<u32>>> {
         let mut file = self.file(LOCK, OFlags::RDWR | OFlags::CREATE)?;
         match file.try_lock() {

@@ -106,7 +106,7 @@ pub(crate) fn header_len(namespace: usize, tokens: usize) -> usize {
     (FIXED + namespace + 4 * tokens).next_multiple_of(8) + TAG
 }
 
-/// The header that proves a block's entry.
+/// The header that identifies a block's entry.
 pub(crate) fn encode_header(
     block: &Block<'_>,
     payload_len: u64,
@@ -139,7 +139,7 @@ pub(crate) fn encode_header(
 }
 
 impl<'a> Header<'a> {
-    /// Reads a header whose tag holds.
+    /// Parses a header with a valid tag.
     pub(crate) fn decode(bytes: &'a [u8], sealer: &Sealer) -> Option<Self> {
         let (signed, tag) = bytes.split_at_checked(bytes.len().checked_sub(TAG)?)?;
         let array = |at: usize| -> Option<[u8; 32]> { signed.get(at..at + 32)?.try_into().ok() };
@@ -199,11 +199,11 @@ impl<'a> Header<'a> {
 pub(crate) enum RecordKind {
     /// The entry at `offset` is complete.
     Stored,
-    /// The key has no entry in this segment any more.
+    /// The entry of this key was removed from the segment.
     Dropped,
 }
 
-/// A line of a segment's index: where an entry is. It finds; the entry's header proves.
+/// A record of a segment's index: the position of an entry, whose header verifies it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) kind: RecordKind,

@@ -1,4 +1,4 @@
-//! The index in memory: which entry is in which state, and where. No I/O.
+//! The index in memory: the state and position of every entry. No I/O.
 
 mod check;
 mod segments;
@@ -20,7 +20,7 @@ pub const INDEX_BYTES_PER_ENTRY: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct EntryId(u32);
 
-/// Where an entry is.
+/// Position of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) segment: u32,
@@ -58,7 +58,7 @@ pub(crate) struct Segment {
     pub(crate) data_end: u64,
     pub(crate) index_end: u64,
     pub(crate) is_condemned: bool,
-    /// Its files are not there any more, or are those of another folder.
+    /// Its files are gone or belong to another folder.
     pub(crate) is_forgotten: bool,
     entries: Vec<EntryId>,
     live: u64,
@@ -124,7 +124,7 @@ impl Index {
         self.entry(id).written
     }
 
-    /// Readable entries, in no order that matters.
+    /// Readable entries, in any order.
     pub(crate) fn readable(&self) -> impl Iterator<Item = EntryId> {
         let readable = |(id, entry): (usize, &Entry)| {
             (entry.state == State::Readable).then_some(EntryId(id as u32))
@@ -166,7 +166,7 @@ impl Index {
         Some(id)
     }
 
-    /// Forgets an entry whose write failed.
+    /// Removes an entry whose write failed.
     pub(crate) fn fail_write(&mut self, id: EntryId) {
         debug_assert_eq!(self.entry(id).state, State::Writing);
         self.unlink(id);
@@ -243,7 +243,7 @@ impl Index {
         segment.use_sum -= used;
     }
 
-    /// Moves an entry to the copy that was made of it. The bytes at its old place are condemned.
+    /// Moves an entry to its copy. The bytes at the old position are condemned.
     /// If it was dropped meanwhile, the copy is condemned instead.
     pub(crate) fn relocate(&mut self, id: EntryId, from: Place, to: Place) {
         let is_same = self.entry(id).state == State::Readable && self.entry(id).place == from;

@@ -84,7 +84,7 @@ macro_rules! bytes {
 }
 bytes!(Fingerprint BlockKey);
 
-/// A block of a prefix. The key finds its entry; fingerprint, namespace, parent and tokens prove it.
+/// A block of a prefix. The key finds its entry; fingerprint, namespace, parent and tokens verify it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block<'a> {
     /// The model that computed the KV.

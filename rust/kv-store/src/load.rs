@@ -1,4 +1,4 @@
-//! Reading the indexes of segments: when a store is opened, and when a reader follows a writer.
+//! Loads the indexes of segments: when a store opens, and when a reader follows a writer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -15,13 +15,13 @@ use crate::writer::Active;
 struct Found {
     records: Vec<Record>,
     data_size: u64,
-    /// Bytes of the index that hold, from the beginning of the file.
+    /// Length of the valid part of the index file, in bytes.
     index_end: u64,
     index_size: u64,
 }
 
 impl Shared {
-    /// Fills the index from the folder. For a writer: removes torn tails, and returns the segment to go on with.
+    /// Fills the index from the folder. For a writer: truncates torn tails, and returns the segment to append to.
     pub(crate) fn load(&self) -> io::Result<Option<Active>> {
         let segments = self.segments()?;
         for (&segment, kinds) in &segments {
@@ -170,7 +170,7 @@ impl Shared {
         }
     }
 
-    /// Reads the records from byte `from` on, up to the first that does not hold. `None`: not a segment.
+    /// Reads the records from byte `from` to the first invalid one. `None`: not a segment.
     fn read_index(&self, segment: u32, from: u64) -> io::Result<Option<Found>> {
         let index = self.disk.open(&FileKind::Index.name(segment))?;
         let data_size = match self.disk.open(&FileKind::Data.name(segment)) {
@@ -207,7 +207,7 @@ impl Shared {
     }
 }
 
-/// Applies records in order, up to the first that its data file does not hold.
+/// Applies records in order, up to the first without a complete entry in the data file.
 fn apply(index: &mut Index, segment: u32, found: &Found) {
     let mut dropped = BTreeSet::new();
     for record in &found.records {

@@ -1,4 +1,4 @@
-//! The marker file, which says that a folder is a store, of which format and authentication key.
+//! The marker file: it marks a folder as a store and names its format and authentication key.
 
 use std::io;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::format::{FORMAT_VERSION, Sealer};
 pub(crate) const LOCK: &str = "lock";
 /// The marker file.
 pub(crate) const MARKER: &str = "format";
-/// How the text of the marker file begins, whatever its format.
+/// Start of the marker text, in every format.
 pub(crate) const MARKER_START: &[u8] = b"pyengine kv-store\n";
 const NEW_MARKER: &str = "format.new";
 const MOST: u64 = 4096;

@@ -1,4 +1,4 @@
-//! Reading entries: found by key, proven by header and checksum.
+//! Reads entries: looked up by key, verified by header and checksum.
 
 use std::cell::RefCell;
 use std::io;
@@ -11,13 +11,12 @@ use crate::index::{EntryId, Place};
 use crate::key::{Block, BlockKey, Fingerprint};
 use crate::state::{Shared, State, Work};
 
-/// Bytes that are read at once: they stay in the processor's cache until they are hashed and copied, and are enough for
-/// BLAKE3 to use its widest instructions.
+/// Bytes per read: they fit into the processor's cache while they are hashed and copied, and are enough for BLAKE3's
+/// widest instructions.
 const CHUNK: usize = 128 << 10;
 
 thread_local! {
-    /// The chunk of a thread that reads. For a new one the system clears its pages, which takes longer than to read an
-    /// entry of that length.
+    /// A buffer per thread, reused: clearing the pages of a new one takes longer than reading an entry of its size.
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -121,7 +120,7 @@ impl Shared {
         Ok(header)
     }
 
-    /// The answer of a read that has ended. A hit does not count as a use yet: a check reads entries, too.
+    /// The answer of a finished read. A hit is not yet a use: `verify` reads entries, too.
     fn end_read(
         &self,
         state: &mut State,
@@ -173,7 +172,7 @@ impl Shared {
         answer
     }
 
-    /// Reads an entry without knowing its block; drops it if it is damaged. True if it is whole.
+    /// Reads an entry whose block is unknown; drops it if damaged. True if it is complete.
     pub(crate) fn verify_entry(&self, entry: EntryId, key: BlockKey) -> Option<bool> {
         let mut state = self.lock();
         if state.index.find(&key) != Some(entry) || !state.index.is_readable(entry) {
@@ -208,7 +207,7 @@ impl Shared {
     }
 }
 
-/// Buffers that are filled one after the other.
+/// Buffers, filled in order.
 struct Scatter<'a, 'b> {
     buffers: &'a mut [&'b mut [u8]],
     /// Bytes of the first buffer that are filled.
@@ -255,7 +254,7 @@ fn for_each_chunk(
     })
 }
 
-/// The record that takes an entry out of its segment's index.
+/// The record that removes an entry from its segment's index.
 pub(crate) fn dropped(key: BlockKey, fingerprint: Fingerprint, place: Place) -> Record {
     Record {
         kind: RecordKind::Dropped,

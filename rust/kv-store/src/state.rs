@@ -1,4 +1,4 @@
-//! The state that all threads of a store share. Its lock is never held during I/O.
+//! The shared state of a store's threads. Its lock is never held during I/O.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -42,9 +42,9 @@ impl WriteJob {
 /// Work for the writer thread.
 pub(crate) enum Work {
     Write(WriteJob),
-    /// Writes down that an entry was dropped from a segment.
+    /// Records that an entry was dropped from a segment.
     Tombstone(u32, Record),
-    /// Frees at least this many bytes, and answers how many.
+    /// Frees at least this many bytes, and returns the number freed.
     Evict(u64, Sender<u64>),
     /// Removes condemned segments.
     Tidy,
@@ -63,7 +63,7 @@ pub(crate) struct State {
     pub(crate) is_closing: bool,
     pub(crate) is_busy: bool, // the writer is at work
     pub(crate) has_writer: bool,
-    /// Held until the writer ends: a disk that does not answer must not get a second one.
+    /// Held until the writer ends: a stalled disk must not get a second writer.
     pub(crate) writer_lock: Option<Box<dyn Send>>,
     pub(crate) next_segment: u32,
     notices: Vec<Notice>,
@@ -84,7 +84,7 @@ pub(crate) struct Shared {
     state: Mutex<State>,
 }
 
-/// An operation of the disk that has begun; dropped when it ends.
+/// A disk operation in progress; dropped when it ends.
 pub(crate) struct Operation<'a> {
     shared: &'a Shared,
     number: u64,
@@ -129,7 +129,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers an operation, so that a disk that does not answer is noticed.
+    /// Registers a disk operation, so that a stall is detected.
     pub(crate) fn operation(&self) -> Operation<'_> {
         let mut state = self.lock();
         state.next_operation += 1;
@@ -141,7 +141,7 @@ impl Shared {
         }
     }
 
-    /// Queues work for the writer. Without one, an entry is dropped and a question gets no answer.
+    /// Queues work for the writer. Without a writer, entries are dropped and requests get no answer.
     pub(crate) fn enqueue(&self, state: &mut State, work: Work) {
         if state.has_writer && !state.is_closing {
             state.queue.push_back(work);
@@ -151,7 +151,7 @@ impl Shared {
         }
     }
 
-    /// Waits until the writer has nothing to do, at most until `deadline`.
+    /// Waits until the writer is idle, at most until `deadline`.
     pub(crate) fn wait_idle(&self, deadline: Instant) -> bool {
         let mut state = self.lock();
         while state.has_writer
@@ -180,7 +180,7 @@ impl Drop for Operation<'_> {
 }
 
 impl State {
-    /// Forgets an entry that the closing store does not write any more.
+    /// Removes an entry that the closing store no longer writes.
     pub(crate) fn drop_job(&mut self, job: &WriteJob) {
         self.index.fail_write(job.entry);
         self.queued_bytes -= job.payload.len() as u64;
@@ -224,7 +224,7 @@ impl State {
         self.push_notice(notice);
     }
 
-    /// Adds a notice; of those not taken, the latest are kept.
+    /// Adds a notice; of unread ones, the latest are kept.
     fn push_notice(&mut self, notice: Notice) {
         if self.notices.len() == MAX_NOTICES {
             self.notices.remove(0);

@@ -13,7 +13,7 @@ pub struct Stats {
     pub disk_bytes: u64,
     /// The limit of `disk_bytes` now: `max_bytes`, or less if the disk holds less.
     pub limit_bytes: u64,
-    /// Payload bytes that wait to be written.
+    /// Queued payload bytes.
     pub queued_bytes: u64,
     /// True if this store writes.
     pub is_writer: bool,
@@ -44,13 +44,13 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Entries found at opening.
+    /// Entries read at opening.
     loaded
     /// Entries written.
     stored
     /// Payload bytes written.
     stored_bytes
-    /// Puts and touches of entries that were there already.
+    /// Puts and touches of entries that exist already.
     known
     /// Puts dropped because the queue was full.
     dropped_queue_full
@@ -66,13 +66,13 @@ counters! {
     hits
     /// Payload bytes of hits.
     hit_bytes
-    /// Gets of entries that were not there.
+    /// Gets of entries that do not exist.
     misses
-    /// Gets that failed because the disk did.
+    /// Gets that failed because of the disk.
     failed
-    /// Entries dropped because their bytes were not what had been written.
+    /// Entries dropped because their bytes had changed.
     damaged
-    /// Gets that found an entry of the same key and another prefix.
+    /// Gets whose key has an entry of another prefix.
     collisions
     /// Entries evicted because the store was full.
     evicted
@@ -88,7 +88,7 @@ counters! {
     write_errors
     /// Read operations that failed.
     read_errors
-    /// Times that the disk did not answer.
+    /// Number of stalls of the disk.
     stalls
 }
 

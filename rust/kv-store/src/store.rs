@@ -38,22 +38,21 @@ pub enum Prune {
     Fingerprint(Fingerprint),
     /// Those of other fingerprints.
     Except(Fingerprint),
-    /// Those that were written longer ago than this.
+    /// Those older than this.
     OlderThan(Duration),
 }
 
 /// Result of [`Store::verify`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verification {
-    /// Entries that are whole.
+    /// Number of intact entries.
     pub whole: u64,
-    /// Keys of entries that are not. Damaged ones are dropped now; those that could not be read stay.
+    /// Keys of the others. Damaged entries are dropped; unreadable ones stay.
     pub damaged: Vec<BlockKey>,
 }
 
 impl Store {
-    /// Opens a folder, or makes a new one that only its owner can enter. With [`Access::Read`], it makes and changes
-    /// nothing.
+    /// Opens a folder, or creates one that only its owner can enter. [`Access::Read`] creates and changes nothing.
     pub fn open(path: impl AsRef<Path>, config: Config) -> Result<Self, OpenError> {
         config.check()?;
         // Without slashes and dots at the end, after which the system would follow a symbolic link.
@@ -84,7 +83,7 @@ impl Store {
         Self::start(folder, config, lock).map_err(io)
     }
 
-    /// Marks a disk as a store, once more if a power cut took the mark back.
+    /// Marks a disk as a store, again if a power cut lost the marker.
     fn mark(disk: &dyn Disk, path: &Path, marker: &str) -> Result<(), OpenError> {
         marker::check(disk, path, marker)?; // another process may have marked it before the lock
         marker::write(disk, marker).map_err(|source| OpenError::Io {
@@ -153,7 +152,7 @@ impl Store {
         self.shared.is_writer
     }
 
-    /// Copies a block's payload, to be written soon. Never waits for the disk.
+    /// Copies a block's payload and queues it for writing. Never waits for the disk.
     pub fn put(&self, block: &Block<'_>, payload: &[&[u8]]) -> Put {
         let bytes: u64 = payload.iter().map(|part| part.len() as u64).sum();
         let header = header_len(block.namespace.len(), block.tokens.len());
@@ -209,7 +208,7 @@ impl Store {
         Put::Dropped(reason)
     }
 
-    /// Reads a block's payload into `buffers`, one after the other. Waits for the disk; the caller may not hold locks.
+    /// Reads a block's payload into `buffers`, in order. Waits for the disk: call it without locks.
     pub fn get(&self, block: &Block<'_>, buffers: &mut [&mut [u8]]) -> Result<Get, LengthMismatch> {
         self.shared.get(block, buffers)
     }
@@ -223,8 +222,7 @@ impl Store {
             .is_some_and(|entry| state.index.is_readable(entry))
     }
 
-    /// Counts a use of an entry, as [`put`](Self::put) does. False if there is none with this key, also not in the
-    /// queue.
+    /// Counts a use of an entry, as [`put`](Self::put) does. False if neither index nor queue has this key.
     pub fn touch(&self, key: &BlockKey) -> bool {
         let mut state = self.shared.lock();
         let found = state.index.find(key);
@@ -236,7 +234,7 @@ impl Store {
     }
 
     /// Number of blocks at the beginning of `keys` that are readable without a gap: the longest stored prefix, or how
-    /// far it continues one that is cached elsewhere. From memory and by key: [`get`](Self::get) proves each.
+    /// far it continues one that is cached elsewhere. By the keys in memory; [`get`](Self::get) verifies the entries.
     pub fn stored_blocks(&self, keys: &[BlockKey]) -> usize {
         let mut state = self.shared.lock();
         if state.look_for_stall(self.shared.config.stall_after) {
@@ -256,8 +254,8 @@ impl Store {
         self.shared.wait_idle(Instant::now() + timeout)
     }
 
-    /// Waits until everything written, also before this store was opened, is on the device: it survives a power
-    /// failure then. An error if that fails, or if the disk does not answer.
+    /// Syncs all writes, also those before this store was opened: they then survive a power failure. An error if that
+    /// fails or the disk stalls.
     pub fn sync(&self) -> io::Result<()> {
         match self.ask(Work::Sync) {
             Some(result) => result,
@@ -269,12 +267,12 @@ impl Store {
         }
     }
 
-    /// Removes the least useful segments until at least `bytes` are free. Returns how many are.
+    /// Removes the least useful segments until at least `bytes` are free. Returns the bytes freed.
     pub fn evict(&self, bytes: u64) -> u64 {
         self.ask(|answer| Work::Evict(bytes, answer)).unwrap_or(0)
     }
 
-    /// The writer's answer; `None` without a writer, or if the disk does not answer.
+    /// The writer's answer; `None` without a writer or if the disk stalls.
     fn ask<T>(&self, work: impl FnOnce(mpsc::Sender<T>) -> Work) -> Option<T> {
         let (answer, receiver) = mpsc::channel();
         let mut state = self.shared.lock();
@@ -294,7 +292,7 @@ impl Store {
         }
     }
 
-    /// Drops entries. Their bytes are freed with their segments; those left empty are removed at once.
+    /// Drops entries. Their bytes are freed with their segments; empty segments are removed at once.
     pub fn prune(&self, what: Prune) -> u64 {
         self.prune_where(|entry, age| match what {
             Prune::All => true,
@@ -304,7 +302,7 @@ impl Store {
         })
     }
 
-    /// Drops the entries for whose fingerprint and age `is_dropped` is true.
+    /// Drops entries for which `is_dropped(fingerprint, age)` is true.
     pub fn prune_where(&self, is_dropped: impl Fn(Fingerprint, Duration) -> bool) -> u64 {
         let mut state = self.shared.lock();
         if !self.shared.is_writer || state.is_closing {
@@ -343,7 +341,7 @@ impl Store {
         entries.len() as u64
     }
 
-    /// Reads every entry, and drops those that are damaged. It counts as no use of them.
+    /// Reads every entry and drops damaged ones. This is not a use of the entries.
     pub fn verify(&self) -> Verification {
         let entries: Vec<_> = {
             let state = self.shared.lock();
@@ -393,7 +391,7 @@ impl Store {
         self.shared.lock().index.by_fingerprint()
     }
 
-    /// Takes the messages for the operator. A fault gives one, however many entries it concerns.
+    /// Takes the messages for the operator: one per fault, whatever the number of entries.
     pub fn take_notices(&self) -> Vec<Notice> {
         self.shared.lock().take_notices()
     }

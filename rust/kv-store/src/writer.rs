@@ -13,7 +13,7 @@ use crate::format::{FileKind, Record, RecordKind, encode_header};
 use crate::index::{Index, Place};
 use crate::state::{Shared, Work, WriteJob};
 
-/// After a fault, the writer looks again at its folder and at the free space at least this often.
+/// After a fault, the writer checks its folder and the free space at least this often.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// The segment that entries are appended to.
@@ -26,9 +26,9 @@ pub(crate) struct Active {
 pub(crate) struct Writer {
     shared: Arc<Shared>,
     active: Option<Active>,
-    /// Segments with bytes that may not be on the device.
+    /// Segments with unsynced bytes.
     unsynced: BTreeSet<u32>,
-    /// The same of names of files.
+    /// True if names of files are unsynced.
     are_names_unsynced: bool,
     /// When it last checked its folder and the free space.
     last_look: Instant,
@@ -72,7 +72,7 @@ impl Writer {
         }
     }
 
-    /// Works until the store closes.
+    /// Runs until the store closes.
     pub(crate) fn run(mut self) {
         lower_priority();
         let shared = Arc::clone(&self.shared);
@@ -160,7 +160,7 @@ impl Writer {
         }
     }
 
-    /// Looks whether the folder was replaced, and raises the limit if there is more space than there was. At most once
+    /// Checks whether the folder was replaced, and raises the limit if the free space has grown. At most once
     /// a second, and after each failed write. An error if the folder is gone.
     fn look_at_disk(&mut self) -> io::Result<()> {
         let (has_failed, is_lowered) = {
@@ -191,7 +191,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A full disk lowers the limit: the store continues with the bytes that it has.
+    /// A full disk lowers the limit to the bytes that the store has.
     fn retry_full(&mut self, job: &WriteJob, error: io::Error) -> io::Result<Place> {
         if !is_full(&error) {
             return Err(error);
@@ -269,7 +269,7 @@ impl Writer {
         })
     }
 
-    /// Makes sure that the active segment has space for an entry of this size.
+    /// Ensures that the active segment has space for an entry of this size.
     fn rotate(&mut self, bytes: u64) -> io::Result<()> {
         if let Some(active) = &self.active {
             let state = self.shared.lock();
@@ -298,7 +298,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Waits until all segments and their names are on the device.
+    /// Syncs all segments and their names.
     fn sync(&mut self) -> io::Result<()> {
         let shared = Arc::clone(&self.shared);
         let _operation = shared.operation();
@@ -332,7 +332,7 @@ impl Writer {
 }
 
 impl Shared {
-    /// The configured limit, or less if the disk has less space: a twentieth of what the store could take stays free.
+    /// The configured limit, or less if the disk has less space: a twentieth of the bytes available to the store stays free.
     pub(crate) fn measured_limit(&self) -> u64 {
         let used = self.lock().index.disk_bytes();
         let available = self.disk.available().unwrap_or(u64::MAX);
@@ -366,7 +366,7 @@ fn create(shared: &Shared, segment: u32) -> io::Result<Active> {
     })
 }
 
-/// Lets the threads that compute go first. On Linux each thread has its niceness.
+/// Lowers this thread's priority below the compute threads; on Linux, niceness is per thread.
 fn lower_priority() {
     #[cfg(target_os = "linux")]
     let _ = rustix::process::setpriority_process(None, 10);

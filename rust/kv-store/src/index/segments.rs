@@ -1,4 +1,4 @@
-//! Segments of the index: made, condemned, removed, and chosen for eviction.
+//! Segments of the index: creation, removal, and choice of a victim.
 
 use std::collections::BTreeSet;
 
@@ -48,7 +48,7 @@ impl Index {
         live.len()
     }
 
-    /// Drops all entries: their folder is gone. Returns how many there were.
+    /// Drops all entries: their folder is gone. Returns their number.
     pub(crate) fn forget_all(&mut self) -> usize {
         let segments: Vec<u32> = self.segments.keys().copied().collect();
         let lost = segments.iter().map(|&id| self.condemn_segment(id)).sum();
@@ -82,7 +82,7 @@ impl Index {
             .collect()
     }
 
-    /// Forgets a segment whose files are gone.
+    /// Removes a segment whose files are gone.
     pub(crate) fn remove_segment(&mut self, id: u32) {
         let segment = self.segments.remove(&id).expect("a segment that exists");
         debug_assert!(segment.is_condemned && segment.readers == 0);
