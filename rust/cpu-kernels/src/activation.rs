@@ -38,7 +38,7 @@ impl Activation {
         }
     }
 
-    /// Multiplies each number with the activation of its gate; numbers without a gate stay.
+    /// Multiplies each number by the activation of its gate; numbers without a gate stay.
     #[inline(always)]
     pub(crate) fn apply(self, numbers: &mut [f32], gates: &[f32]) {
         self.dispatch(Gates { numbers, gates });

@@ -35,7 +35,7 @@ const FEW: usize = 4;
 pub(crate) struct Amx {
     dim_k: usize,
     dim_v: usize,
-    /// Whether there is a single vector of rows.
+    /// True if there is a single vector of rows.
     is_alone: bool,
     memory: Memory,
     _tiles: Tiles,
@@ -433,7 +433,7 @@ fn copied<'t>(keys: &[&[u16]; ROWS], memory: &'t mut [Line<u32>]) -> Rows<'t> {
     }
 }
 
-/// `2 ^ (score * factor - reference)`; 0 for what is not seen, whose score is minus infinity.
+/// `2 ^ (score * factor - reference)`; 0 for hidden keys, whose score is minus infinity.
 #[target_feature(enable = "avx512f")]
 #[inline]
 pub(crate) fn weight(score: __m512, factor: __m512, reference: __m512) -> __m512 {

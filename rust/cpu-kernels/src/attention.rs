@@ -22,10 +22,10 @@ const MOST_ROWS: usize = 64;
 /// A run is one task, unless it is more of the work than this share of a thread's: then its parts are.
 const SHARE: usize = 4;
 
-/// Products of a step below which other threads are not woken: about ten microseconds of work.
+/// Products below which no other thread is woken: about ten microseconds of work.
 const SMALL: usize = 200_000;
 
-/// Numbers beyond which keys and values are written side by side.
+/// Numbers above which keys and values are written in parallel.
 const MANY: usize = 50_000;
 
 /// The queries of a step.
@@ -71,7 +71,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// No threads, more than the system gives, or a level of instructions that is not known or not there.
+    /// No threads, more than the system allows, or an unknown or missing instruction set.
     pub fn new(num_threads: usize) -> Result<Self, Error> {
         Self::with_isa(num_threads, Isa::chosen()?)
     }
@@ -85,7 +85,7 @@ impl Attention {
         Self::with(Threads::pool(num_threads), isa.checked())
     }
 
-    /// With so many threads of the OpenMP runtime in this file, for callers that compute by it between these calls: two
+    /// With `num_threads` of the OpenMP runtime in this file, for callers that use it between these calls: two
     /// pools whose threads spin on the same processors are in each other's way.
     ///
     /// # Errors
@@ -109,7 +109,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays of the wrong length, or a slot beyond the cache: nothing is written then.
+    /// Arrays of the wrong length, or a slot beyond the cache; nothing is written.
     pub fn write<E: Element, C: Stored<E>>(
         &self,
         shape: &CacheShape,
@@ -147,7 +147,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays that do not fit each other: nothing is written then.
+    /// Arrays of shapes that do not match; nothing is written.
     #[allow(clippy::too_many_arguments)]
     pub fn attend<E: Attend, C: Stored<E>>(
         &self,
@@ -205,7 +205,7 @@ impl Attention {
         self.work(job, rests(job, runs, states, out));
     }
 
-    /// Does tasks, the longest first: each thread takes another one when it is done.
+    /// Runs tasks, the longest first: an idle thread takes the next one.
     fn work<E: Attend>(&self, job: &Job<'_, E>, mut tasks: Vec<Weighed<'_, '_, E>>) {
         let products = tasks.iter().map(|(products, _)| products).sum::<usize>();
         let num_threads = match products > SMALL {
@@ -217,7 +217,7 @@ impl Attention {
             .each(num_threads, tasks, |(_, task)| E::work(self.isa, job, task));
     }
 
-    /// Memory for `count` elements, kept from call to call; what it holds is left over.
+    /// Memory for `count` elements, reused from call to call and not cleared.
     pub fn scratch<E: Element>(&self, count: usize) -> impl DerefMut<Target = Vec<E>> {
         let mut memory = E::kept(&self.kept)
             .lock()
@@ -343,7 +343,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// The task that completes each run.
+/// The last task of each run.
 fn rests<'b, E>(
     job: &Job<'b, E>,
     runs: Range<usize>,

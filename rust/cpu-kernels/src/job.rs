@@ -11,7 +11,7 @@ use crate::write::Rows;
 /// `2 ^ (score - reference)`. The sum of the values, so weighted, follows.
 pub(crate) const HEADER: usize = 2;
 
-/// Floats of what is found in parts before it is brought together, about: long prefills over long contexts would
+/// Floats of partial states before they are merged, about: long prefills over long contexts would
 /// need a gigabyte.
 const MOST_STATES: usize = 4 << 20;
 
@@ -78,7 +78,7 @@ impl<E> Job<'_, E> {
         if self.sees_all() { run.shared_parts } else { 0 }
     }
 
-    /// The state of a query head that has seen nothing.
+    /// The empty state of a query head.
     #[inline(always)]
     pub(crate) fn nothing(&self, head: usize) -> [f32; 2] {
         match self.sinks {
@@ -97,7 +97,7 @@ impl<E> Job<'_, E> {
         self.parts_apart(run).len() * run.count * self.per_row()
     }
 
-    /// Runs from `first` on that are worked on at a time, one at least, and the floats of what they find.
+    /// The runs from `first` on of one pass, at least one, and the floats of their states.
     pub(crate) fn slab(&self, first: usize) -> (Range<usize>, usize) {
         let (mut end, mut size) = (first, 0);
         for run in &self.step.runs[first..] {
@@ -123,7 +123,7 @@ impl<E> Job<'_, E> {
     }
 }
 
-/// A run over one part: which run, and where what it finds goes.
+/// A run over one part: the run, and the position of its state.
 pub(crate) type Member<'a> = (usize, &'a mut [f32]);
 
 /// A unit of work for a thread.
@@ -133,7 +133,7 @@ pub(crate) enum Task<'a, 'b, E> {
         part: usize,
         members: &'b mut [Member<'a>],
     },
-    /// All that is left of a run, with what it found in its first parts, and where its rows go.
+    /// The rest of a run, with the states of its first parts, and the position of its rows.
     Rest {
         run: &'b Run,
         found: &'b [f32],

@@ -9,7 +9,7 @@ use crate::lanes::{Scratch, Vector, larger};
 use crate::parts::{add, divide, faded, finish_rows, gather};
 use crate::step::{CacheShape, PART, Run, TILE};
 
-/// Factor on the products of queries and keys, and what they are capped to.
+/// The factor on the products of queries and keys, and their cap.
 pub(crate) type How = (f32, Option<f32>);
 
 /// Products of queries with keys and of weights with values, for vectors of `L` rows.
@@ -17,18 +17,18 @@ pub(crate) trait Arithmetic<E, const L: usize> {
     /// `L` floats.
     type Lanes: Vector<L>;
 
-    /// Whether the sums of a vector of which so many lanes are used are `[lanes, dim_v]` instead of `[dim_v, lanes]`.
+    /// True if a vector with this many used lanes has its sums as `[lanes, dim_v]` instead of `[dim_v, lanes]`.
     fn is_narrow(num_rows: usize) -> bool;
 
-    /// For so many rows, and parts of so many tiles at most.
+    /// For this number of rows, and parts of at most this number of tiles.
     fn new(shape: &CacheShape, num_rows: usize, num_tiles: usize) -> Self;
 
-    /// Takes the queries of a KV head: those of vector `number`.
+    /// Loads the queries of a KV head for vector `number`.
     fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [E]>)
     where
         E: 'q;
 
-    /// Attends with all vectors over the tiles of a part, from nothing: `states` is `[vectors, state_len]`.
+    /// Attends with all vectors over the tiles of a part, from empty states: `states` is `[vectors, state_len]`.
     fn attend(
         &mut self,
         how: How,
@@ -38,7 +38,7 @@ pub(crate) trait Arithmetic<E, const L: usize> {
     );
 }
 
-/// Does a task: attends with the rows of some runs over a part, from nothing, or with those of one run over all that
+/// Runs a task: attends with the rows of some runs over a part, from nothing, or with those of one run over all that
 /// is left, and completes them.
 ///
 /// What is computed for a row does not depend on who else is there: a lane of a vector is one query head of one row,
@@ -103,7 +103,7 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
             rows.begin(job, kv_head, found, run.count, sums);
         }
     }
-    // Heads lie side by side: what one reads of a part brings some of the next one's into the processor's cache.
+    // Heads are adjacent: reading one head's part also caches some of the next head's.
     for part in rest.clone() {
         for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
             rows.take_queries(job, kv_head);
@@ -120,13 +120,13 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
     }
 }
 
-/// So many vectors.
+/// This number of vectors.
 #[inline(always)]
 fn vectors_in<const L: usize>(memory: &mut Scratch, count: usize) -> &mut [[f32; L]] {
     &mut memory.elements_mut().as_chunks_mut::<L>().0[..count]
 }
 
-/// One query head of one row, by its place in its run.
+/// One query head of one row, by its index in its run.
 struct Row {
     member: usize,
     /// Its row in the step.
@@ -138,7 +138,7 @@ struct Row {
 }
 
 impl Row {
-    /// Its place among `[rows, query heads]` of its run.
+    /// Its index in `[rows, query heads]` of its run.
     #[inline(always)]
     fn place<E>(&self, job: &Job<'_, E>, kv_head: usize) -> usize {
         self.row * job.heads + kv_head * job.group + self.head
@@ -216,7 +216,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         }
     }
 
-    /// Over the keys of one part, from nothing.
+    /// Attends over the keys of one part, from empty states.
     #[inline(always)]
     fn attend_part<E: Element>(
         &mut self,
@@ -349,7 +349,7 @@ impl<const L: usize> Bounds<L> {
     }
 }
 
-/// Lanes that stand for nothing see what the first one sees.
+/// Unused lanes see what the first one sees.
 #[inline(always)]
 fn bounds<E, const L: usize>(job: &Job<'_, E>, rows: &[Row]) -> Bounds<L> {
     let sees = |row: &Row| job.low(row.position)..row.position + 1;
@@ -401,7 +401,7 @@ fn in_rows<'s, V: Vector<L>, const L: usize>(
     memory
 }
 
-/// Hands what each row has found, header and sums, to `take`.
+/// Calls `take` with each row's result: header and sums.
 #[inline(always)]
 fn give<A: Arithmetic<E, L>, E: Element, const L: usize>(
     job: &Job<'_, E>,
@@ -420,7 +420,7 @@ fn give<A: Arithmetic<E, L>, E: Element, const L: usize>(
     }
 }
 
-/// Writes what the lanes have found where it belongs.
+/// Writes the lanes' states to their positions.
 #[inline(always)]
 fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,
@@ -437,7 +437,7 @@ fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
     });
 }
 
-/// Writes what comes out: the sums, each divided by that of its weights.
+/// Writes the output: the sums, each divided by the sum of its weights.
 #[inline(always)]
 fn give_rows<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,

@@ -13,21 +13,21 @@ use crate::step::{PART, TILE};
 pub(crate) const LANES: usize = 16;
 /// Vectors of keys in a tile.
 pub(crate) const HALVES: usize = TILE / LANES;
-/// Tiles of a part: there is memory for so many in each row.
+/// Tiles of a part, for which each row has memory.
 pub(crate) const PER_ROW: usize = PART / TILE;
-/// Rows that are multiplied with what is in registers.
+/// Rows multiplied per load of the registers.
 #[cfg(target_arch = "x86_64")]
 pub(crate) const TOGETHER: usize = 4;
 
-/// The products, and memory for what goes from one to the next. Rows and tiles are counted in the vector and in the part.
+/// The products, and the memory between them. Rows and tiles are counted in the vector and in the part.
 pub(crate) trait KeyLanes<E> {
-    /// For vectors of so many rows.
+    /// For vectors of this number of rows.
     fn make_room(&mut self, most_rows: usize);
 
     /// Turns the keys of a tile.
     fn take_keys(&mut self, tiles: &Tiles<'_, E>, tile: usize);
 
-    /// Scores of so many rows of a vector with a tile that is there.
+    /// Scores of this number of rows of a vector with a loaded tile.
     fn score(&mut self, vector: usize, num_rows: usize, tile: usize);
 
     /// Scores of these tiles become weights; the header what they are measured against and their sum. The part begins

@@ -13,29 +13,29 @@ use crate::packed_weight::PackedWeight;
 use crate::product::Columns;
 use crate::step::same_length;
 
-/// Multiplications below which other threads are not woken: about ten microseconds of work.
+/// Multiplications below which no other thread is woken: about ten microseconds of work.
 const SMALL: usize = 100_000;
 
 /// Multiplications of a task at least.
 const TASK: usize = 50_000;
 
-/// Tasks for each thread, so that one whose processor is busy with something else does less.
+/// Tasks per thread, so that a thread on a busy processor does less.
 const TASKS: usize = 8;
 
-/// Rows whose sums are in registers all the time.
+/// Rows whose sums stay in registers.
 const FEW_ROWS: usize = 6;
 
-/// Rows of a task at most: they and their sums stay in a core's second cache.
+/// Maximum rows of a task: they and their sums stay in a core's L2 cache.
 const MOST_ROWS: usize = 96;
 
-/// Rows of two tiles of AMX, which no other level has more of.
+/// Rows of two AMX tiles; no other level has more.
 const TILES_OF_ROWS: usize = 32;
 
 /// Rows of each thread from which on threads divide the rows and not the outputs: each reads all weights then, and the rows
 /// that it has written itself.
 const OWN_ROWS: usize = 192;
 
-/// Panels of a task of more than a few rows at most.
+/// Maximum panels of a task of more than a few rows.
 const MOST_PANELS: usize = 16;
 
 impl Attention {
@@ -46,7 +46,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays that do not fit each other: nothing is written then.
+    /// Arrays of shapes that do not match; nothing is written.
     pub fn linear<E: Attend>(
         &self,
         rows: &[E],
@@ -75,7 +75,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays that do not fit each other: nothing is written then.
+    /// Arrays of shapes that do not match; nothing is written.
     pub fn gated_linear<E: Attend>(
         &self,
         rows: &[E],

@@ -36,7 +36,7 @@ thread_local! {
 pub(crate) struct Multiply<'a, 'b, E> {
     pub(crate) columns: Columns<'a, 'b, E, E>,
     pub(crate) weight: &'a PackedWeight,
-    /// What the sums begin with.
+    /// The initial values of the sums.
     pub(crate) bias: Option<&'a [E]>,
     /// Sums are multiplied with the activations of the products with it.
     pub(crate) gate: Option<(&'a PackedWeight, Activation)>,

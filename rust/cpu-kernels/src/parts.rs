@@ -1,10 +1,10 @@
-//! How what a query has found in several parts comes together: in the order of the parts, whoever found it.
+//! Merges a query's states of several parts, in the order of the parts, whatever thread computed them.
 
 use crate::element::Element;
 use crate::job::{HEADER, Job, state_len};
 use crate::lanes::{exp2, larger};
 
-/// Brings `found` together, where nothing is left to be attended to.
+/// Merges the states `found` when no keys are left.
 #[inline(always)]
 pub(crate) fn finish_rows<E: Element>(
     job: &Job<'_, E>,
@@ -48,7 +48,7 @@ fn merge_row(sums: &mut [f32], part: &[f32]) {
     add(&mut sums[1..], &part[1..], own, other);
 }
 
-/// How much what was weighed against `before` counts against `now`.
+/// The factor that rescales a state from the reference `before` to `now`.
 #[inline(always)]
 pub(crate) fn faded(before: f32, now: f32) -> f32 {
     let less = exp2(before - now);

@@ -48,7 +48,7 @@ thread_local! {
     static LIMIT: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// Lets regions of the calling thread have at most so many threads, its own among them; the limit before.
+/// Limits the threads of the calling thread's regions, its own included; returns the old limit.
 pub fn limit_threads(count: usize) -> usize {
     LIMIT.replace(count.max(1))
 }
@@ -59,13 +59,13 @@ pub(crate) fn thread_limit() -> usize {
 }
 
 impl Pool {
-    /// The pool of this process, with so many threads at least.
+    /// The pool of this process, with at least this number of threads.
     pub(crate) fn of_process(count: usize) -> Result<&'static Self, Error> {
         if count > MOST {
             return Err(Error::Threads(format!("{count} threads: at most {MOST}")));
         }
         let (id, kept) = (process::id(), POOL.load(Ordering::Acquire));
-        // SAFETY: what is stored there is never freed.
+        // SAFETY: the stored pool is never freed.
         let found = match unsafe { kept.as_ref() } {
             Some(found) if found.id == id => found,
             _ => {
@@ -142,7 +142,7 @@ fn serve(regions: &Regions, index: usize, sleeps: &AtomicBool) {
     }
 }
 
-/// Returns when there is another region than `last`.
+/// Waits for another region than `last`.
 fn wait(regions: &Regions, last: u64, sleeps: &AtomicBool) {
     let start = Instant::now();
     while start.elapsed() < SPIN {

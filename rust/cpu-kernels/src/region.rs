@@ -19,7 +19,7 @@ use std::{
 #[cfg(not(loom))]
 const PATIENCE: usize = 512;
 
-/// The most threads beside the caller's.
+/// Maximum number of threads beside the caller's.
 pub(crate) const MOST: usize = (1 << 15) - 1;
 
 const ACTIVE: u64 = 0xffff;
@@ -36,13 +36,13 @@ impl State {
         self.0 >> NUMBER_SHIFT
     }
 
-    /// Whether the thread of this index may begin the region.
+    /// True if the thread of this index may enter the region.
     fn admits(self, index: usize) -> bool {
         let limit = self.0 >> LIMIT_SHIFT & MOST as u64;
         self.0 & OPEN != 0 && (index as u64) < limit
     }
 
-    /// The next region, open for so many threads.
+    /// The next region, open for this number of threads.
     fn next(self, limit: usize) -> Self {
         let number = self.number().wrapping_add(1) & 0xffff_ffff;
         Self(number << NUMBER_SHIFT | (limit as u64) << LIMIT_SHIFT | OPEN)

@@ -65,7 +65,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays that do not fit each other: nothing is written then.
+    /// Arrays of shapes that do not match; nothing is written.
     pub fn add_norm<E: Element>(
         &self,
         stream: &mut [E],
@@ -94,7 +94,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays that do not fit each other: nothing is written then.
+    /// Arrays of shapes that do not match; nothing is written.
     pub fn norm<E: Element>(
         &self,
         rows: &[E],
@@ -113,7 +113,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays of different lengths: nothing is written then.
+    /// Arrays of different lengths; nothing is written.
     pub fn add<E: Element>(&self, sums: &mut [E], addends: &[E], scale: f32) -> Result<(), Error> {
         same_length("addends", sums.len(), addends.len())?;
         let tasks = sums.chunks_mut(MANY).zip(addends.chunks(MANY));
@@ -130,7 +130,7 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// Arrays of different lengths: nothing is written then.
+    /// Arrays of different lengths; nothing is written.
     pub fn map<E: Element>(&self, numbers: &[E], map: Map, out: &mut [E]) -> Result<(), Error> {
         same_length("out", numbers.len(), out.len())?;
         let tasks = numbers.chunks(MANY).zip(out.chunks_mut(MANY));
@@ -139,11 +139,11 @@ impl Attention {
         Ok(())
     }
 
-    /// `out` `[rows, size]` becomes what the gate makes of `rows` `[rows, 2 * size]`, whose first halves are the gates.
+    /// `out` `[rows, size]` becomes the gated `rows` `[rows, 2 * size]`, whose first halves are the gates.
     ///
     /// # Errors
     ///
-    /// A size of 0, or arrays that do not fit each other: nothing is written then.
+    /// A size of 0, or arrays of shapes that do not match; nothing is written.
     pub fn gate<E: Element>(
         &self,
         rows: &[E],
@@ -168,7 +168,7 @@ impl Attention {
         Ok(())
     }
 
-    /// Runs the tasks, side by side if there are several.
+    /// Runs the tasks, in parallel if there are several.
     fn run_each<T: InEachBuild + Send>(&self, tasks: Vec<T>) {
         let num_threads = self.threads().count().min(tasks.len());
         self.threads()
@@ -262,7 +262,7 @@ fn sum<E: Element>(row: &[E], function: impl Function) -> f32 {
     sums.iter().sum()
 }
 
-/// Adds to a row and rounds it; the sum of the squares of what it is then, in lanes.
+/// Adds to a row and rounds it; returns the sum of its squares, in lanes.
 #[inline(always)]
 fn add_to<E: Element>(row: &mut [E], change: &[E], scale: f32) -> f32 {
     let mut squares = [0.0f32; LANES];

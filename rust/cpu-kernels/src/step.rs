@@ -1,4 +1,4 @@
-//! A step: which rows attend, and over which blocks.
+//! The rows of a step and the blocks that they attend to.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ const RUN_ROWS: usize = 64;
 /// The sizes of a cache `[num_blocks, block_size, kv_heads, dim]`, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CacheShape {
-    /// Blocks, those that hold nothing included.
+    /// Number of blocks, empty ones included.
     pub num_blocks: usize,
     /// Positions of a block.
     pub block_size: usize,
@@ -95,7 +95,7 @@ pub struct Sequences<'a> {
     pub width: usize,
 }
 
-/// Keys of a part: what is worked on at a time. A part that runs share is read once for all of them.
+/// Keys of a part, the unit of work. A part shared by runs is read once for all of them.
 pub(crate) const PART: usize = 256;
 
 /// Consecutive rows of one sequence.
@@ -116,7 +116,7 @@ pub(crate) struct Run {
 /// The leading blocks that sequences of a step have in common, as the block manager reports them.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedPrefixes<'a> {
-    /// `[B]`: the sequences, in an order in which those that share stand side by side.
+    /// `[B]`: the sequences, ordered so that those that share blocks are adjacent.
     pub order: &'a [i32],
     /// `[P, 5]`: first place in `order` and the one after the last; first block and the one after the
     /// last; parent, -1 for none. Parents come first, and the blocks of a prefix begin where its

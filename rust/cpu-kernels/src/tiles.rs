@@ -1,4 +1,4 @@
-//! Tiles of AMX, Intel's matrix instructions: what one is, and the instructions as macros that name it.
+//! Tiles of AMX, Intel's matrix instructions: their type, and the instructions as macros.
 //!
 //! With the feature `modelled-tiles`, the macros call [`crate::amx_model`] in place of the instructions.
 
@@ -88,7 +88,7 @@ impl Drop for Tiles {
 #[derive(Clone, Copy)]
 pub(crate) struct Line<T>(pub(crate) [T; ROWS]);
 
-/// Rows in memory that is borrowed, each `stride` bytes after the last.
+/// Rows in borrowed memory, each `stride` bytes after the last.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'t> {
     pub(crate) first: *const u8,
@@ -108,7 +108,7 @@ impl<'t> Rows<'t> {
         }
     }
 
-    /// Rows of `memory`, each `stride` bytes after the last. A tile has no more of them, and no longer ones, than there are.
+    /// Rows of `memory`, each `stride` bytes after the last. A tile is no larger than they are.
     #[inline(always)]
     pub(crate) fn every<T>(memory: &'t [T], stride: usize) -> Self {
         Self {

@@ -17,10 +17,10 @@ const LINE: usize = 64;
 /// Bytes of a large page.
 const LARGE_PAGE: usize = 2 << 20;
 
-/// Bytes of a chunk, which several weights share. What is not written yet takes no memory.
+/// Bytes of a chunk, which several weights share. Pages without writes take no memory.
 const CHUNK: usize = 64 << 20;
 
-/// Elements that begin a line of the processor's cache.
+/// Elements aligned to a cache line.
 #[derive(Debug)]
 pub(crate) struct WeightMemory<T> {
     chunk: Arc<Chunk>,
@@ -52,7 +52,7 @@ impl Number for u32 {}
 impl Number for f32 {}
 
 impl<T: Number> WeightMemory<T> {
-    /// So many zeros, beside other weights.
+    /// This number of zeros, in a chunk shared with other weights.
     pub(crate) fn zeros(count: usize) -> Result<Self, Error> {
         let size = bytes_of::<T>(count);
         let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
@@ -72,7 +72,7 @@ impl<T: Number> WeightMemory<T> {
         Ok(Self::zeroed(chunk, first, count))
     }
 
-    /// So many zeros on their own.
+    /// This number of zeros, in their own allocation.
     pub(crate) fn alone(count: usize) -> Self {
         let size = bytes_of::<T>(count).max(LINE);
         let chunk = Chunk::new(size, LINE).unwrap_or_else(|| {
@@ -114,7 +114,7 @@ impl<T> WeightMemory<T> {
     }
 }
 
-/// Whole lines of the processor's cache.
+/// Whole cache lines.
 fn bytes_of<T>(count: usize) -> usize {
     let bytes = count.saturating_mul(size_of::<T>());
     bytes.min(isize::MAX as usize / 2).next_multiple_of(LINE)

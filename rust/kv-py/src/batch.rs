@@ -15,7 +15,7 @@ use crate::sequence::Sequence;
 pub(crate) struct Batch(pub(crate) Vec<SeqKey>);
 
 impl Batch {
-    /// The most sequences of anything but a list, whose length can be believed.
+    /// Maximum sequences of an iterable other than a list: its length is not trusted.
     const MOST: usize = 1 << 24;
 
     fn too_many(count: usize) -> PyErr {

@@ -62,7 +62,7 @@ impl IntBuffer {
         shape[shape.len() - 1 - from_last]
     }
 
-    /// Its elements, to write to.
+    /// Its elements, writable.
     pub(crate) fn elements(&self) -> IntArray<'_> {
         let elements = match self {
             Self::I32(buffer) => elements(buffer).map(IntArray::I32),

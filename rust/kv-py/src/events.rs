@@ -19,7 +19,7 @@ struct Row {
 /// A prefix became cached in a block. Parents are stored before their children.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Stored {
-    /// One for all of them: a prompt has thousands, and few are read.
+    /// One object for all of them: a prompt has thousands, and few are read.
     row: Arc<Row>,
     at: usize,
 }

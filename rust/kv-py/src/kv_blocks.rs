@@ -41,7 +41,7 @@ impl KVBlocks {
         self.tensors[0].num_blocks()
     }
 
-    /// The error for a block that is not there.
+    /// The error for a missing block.
     pub(crate) fn check_block(&self, block: usize) -> Result<(), String> {
         match self.len() {
             len if block < len => Ok(()),

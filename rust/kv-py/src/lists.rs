@@ -9,7 +9,7 @@ use pyo3::types::PyList;
 
 /// Adds the items of a list to `ints`, up to the first one that is not a plain int or does not fit.
 pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
-    // Does nothing where there is a GIL: no one else can change the list before this is done.
+    // With a GIL, this does nothing: no other thread can change the list meanwhile.
     with_critical_section(list.as_any(), || {
         for at in 0..list.len() {
             match int_at(list, at) {

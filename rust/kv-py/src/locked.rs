@@ -26,13 +26,13 @@ impl Locked {
         Self(Own::new(Mutex::new(core)))
     }
 
-    /// An error in a fork of the process that made the manager.
+    /// An error in a fork of the process that created the manager.
     #[inline]
     fn check_process(&self) -> PyResult<()> {
         self.0.origin.check("BlockManager").map_err(forked)
     }
 
-    /// Does `work` on the core. Tries the lock first; releases the GIL to wait.
+    /// Runs `work` on the core. Tries the lock first; releases the GIL to wait.
     ///
     /// What `work` takes and answers could go to another thread (`Send`). So it has nothing of the
     /// interpreter at hand and makes no Python object, which could start the garbage collector and with
@@ -121,7 +121,7 @@ impl Drop for Locked {
             return;
         }
         let mut finish = || ended.take().map(EndedRecording::finish);
-        // No caller is left for its result.
+        // No caller waits for its result.
         if Python::try_attach(|py| drop(py.detach(&mut finish))).is_none() {
             drop(finish());
         }

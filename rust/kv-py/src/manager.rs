@@ -167,7 +167,7 @@ impl BlockManager {
             .map(Pin::new)
     }
 
-    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no
+    /// Explains which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no
     /// block and no order of eviction.
     ///
     /// The answer depends on this namespace alone. Evictions are remembered by a manager that was created with

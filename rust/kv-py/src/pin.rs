@@ -22,14 +22,14 @@ impl Pin {
         Self(Own::new(Mutex::new(Some(pin))))
     }
 
-    /// An error in a fork of the process that made the pin.
+    /// An error in a fork of the process that created the pin.
     pub(crate) fn check_process(&self) -> PyResult<()> {
         self.0.origin.check("Pin").map_err(forked)
     }
 
     /// The pin, unless it was released. Not for a fork.
     pub(crate) fn with<R>(&self, look: impl FnOnce(Option<&kv_core::Pin>) -> R) -> R {
-        // Held for a few instructions, and nothing is waited for under it: the GIL may be held.
+        // Held for a few instructions, never while waiting: the caller may hold the GIL.
         let pin = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         look(pin.as_ref())
     }

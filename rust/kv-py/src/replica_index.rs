@@ -164,7 +164,7 @@ impl ReplicaIndex {
         self.with(py, |index| index.matched_blocks(&hashes))
     }
 
-    /// The hashes of the blocks that a replica has cached, in no order. O(blocks in the index).
+    /// The hashes of a replica's cached blocks, in any order. O(blocks in the index).
     fn cached_blocks<'py>(
         &self,
         py: Python<'py>,

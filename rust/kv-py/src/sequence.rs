@@ -153,7 +153,7 @@ impl Sequence {
 
     /// Creates a sequence from the first `num_tokens` tokens of this one, on the same blocks.
     ///
-    /// It copies no KV: a partial last block is copied when one of several sequences writes to it (`StepPlan.copies`).
+    /// It copies no KV: a shared partial block is copied on the first write to it (`StepPlan.copies`).
     /// Raises `PlanError` if an open plan holds this sequence, and `TokenError` for a length that it does not have.
     fn fork(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Sequence> {
         let num_tokens = number("num_tokens", num_tokens)?;

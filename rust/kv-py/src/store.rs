@@ -93,7 +93,7 @@ impl KVStore {
         })
     }
 
-    /// Does `work` with the store, without the GIL.
+    /// Runs `work` with the store, without the GIL.
     fn with<R: Send>(
         &self,
         py: Python<'_>,
@@ -139,7 +139,7 @@ impl KVStore {
         Self::opened(py, name, || Store::open(&folder, config))
     }
 
-    /// Creates an empty store in memory, which ends with the process.
+    /// Creates an empty store in memory.
     #[staticmethod]
     #[pyo3(signature = (max_bytes, *, queue_bytes = None, segment_bytes = None, auth_key = None, stall_after = None, retry_after = None))]
     fn in_memory(

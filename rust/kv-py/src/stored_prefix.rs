@@ -174,7 +174,7 @@ impl StoredPrefix {
 }
 
 impl StoredPrefix {
-    /// Stores blocks up to the first that is dropped; returns how many were not.
+    /// Stores blocks up to the first dropped one; returns the number stored.
     fn store_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
         for (done, each) in moves.iter().enumerate() {
             let Some(store) = self.opened.store()? else {
@@ -189,7 +189,7 @@ impl StoredPrefix {
         Ok(moves.len())
     }
 
-    /// Loads blocks up to the first that cannot be; returns how many were.
+    /// Loads blocks up to the first failure; returns the number loaded.
     fn load_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
         for (done, each) in moves.iter().enumerate() {
             let Some(store) = self.opened.store()? else {

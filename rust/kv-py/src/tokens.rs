@@ -140,7 +140,7 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
         };
     }
     if !is_swapped(buffer) {
-        // The likeliest first: NumPy's and torch's default is int64.
+        // int64 first: it is the default of NumPy and torch.
         first_that_fits!(i64, i32, u32, u64, u16, i16, u8, i8);
     }
     let format = buffer.format().to_string_lossy();
@@ -195,7 +195,7 @@ fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> u64 {
                 fn wide<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> u64 {
                     low_halves_here(tokens, values)
                 }
-                // SAFETY: the machine has the feature, as was looked up.
+                // SAFETY: the processor has the feature, as checked above.
                 #[allow(unsafe_code)]
                 return unsafe { wide(tokens, values) };
             }

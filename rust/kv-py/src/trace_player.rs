@@ -125,7 +125,7 @@ fn raise(error: CoreError, path: &Path) -> PyErr {
 pub(crate) struct TracePlayer(Own<Mutex<Player>>);
 
 impl TracePlayer {
-    /// Does `work` without the GIL.
+    /// Runs `work` without the GIL.
     fn with<R: Send>(
         &self,
         py: Python<'_>,

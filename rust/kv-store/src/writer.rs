@@ -332,7 +332,7 @@ impl Writer {
 }
 
 impl Shared {
-    /// The configured limit, or less if the disk has less space: a twentieth of the bytes available to the store stays free.
+    /// The configured limit, or less on a small disk: a twentieth of the bytes available to the store stays free.
     pub(crate) fn measured_limit(&self) -> u64 {
         let used = self.lock().index.disk_bytes();
         let available = self.disk.available().unwrap_or(u64::MAX);

@@ -24,7 +24,7 @@ pub enum TraceError {
         supported: u64,
         recorded_by: Option<String>,
     },
-    /// More than a replay accepts.
+    /// Exceeds the limits of a replay.
     #[error(
         "{what} is {found}, a replay takes {limit} at most; record less, or give replay_within() larger limits"
     )]
@@ -36,7 +36,7 @@ pub enum TraceError {
     /// The recorded settings are refused.
     #[error("the recorded settings are refused: {0}")]
     Config(#[source] Error),
-    /// The file ends inside an operation (0: the header).
+    /// The file ends within an operation (0: the header).
     #[error(
         "the recording is cut at byte {byte}, in {}; end one with stop_recording(), and copy it whole",
         place(*operation)

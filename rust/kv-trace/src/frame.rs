@@ -22,7 +22,7 @@ const LONGEST_NUMBER: usize = 10;
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Header {
     pub(crate) recorded_by: String,
-    /// The hash seed is the one in force.
+    /// `hash_seed` is the actual seed.
     pub(crate) config: Config,
 }
 
@@ -52,7 +52,7 @@ pub(crate) fn write_frame(out: &mut dyn Write, body: &[u8], operation: u64) -> i
 /// A file, frame by frame.
 pub(crate) struct Frames<R> {
     source: R,
-    /// The longest body that is accepted, in bytes.
+    /// Maximum length of a body, in bytes.
     longest: u64,
     /// Bytes read so far.
     at: u64,

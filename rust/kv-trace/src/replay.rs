@@ -67,7 +67,7 @@ impl<R: Read> Replay<R> {
     /// A manager with the recorded settings, before the first operation.
     ///
     /// # Errors
-    /// If the beginning of the file is not that of a recording.
+    /// If the file does not begin as a recording does.
     pub fn open(recording: R, limits: Limits) -> Result<Self, TraceError> {
         let (frames, header) = Frames::open(BufReader::new(recording), limits.operation)?;
         let config = header.config;
@@ -115,7 +115,7 @@ impl<R: Read> Replay<R> {
         &self.recorded_by
     }
 
-    /// The recorded settings, with the hash seed that was in force.
+    /// The recorded settings, with the actual hash seed.
     pub fn config(&self) -> &Config {
         &self.config
     }
@@ -187,7 +187,7 @@ struct Player {
 
 /// Why an operation has no answer.
 enum Halt {
-    /// The manager has refused it.
+    /// The manager refused the operation.
     Refused(Error),
     /// It names a sequence, plan, pin or transfer that does not exist.
     Missing(&'static str, u64),

@@ -32,7 +32,7 @@ impl Default for Limits {
 pub struct Report {
     /// The version of kv-core that recorded.
     pub recorded_by: String,
-    /// The recorded settings, with the hash seed that was in force.
+    /// The recorded settings, with the actual hash seed.
     pub config: Config,
     /// Replayed operations by kind, in the order of [`Call::KINDS`].
     pub operations: Vec<(&'static str, u64)>,
@@ -44,7 +44,7 @@ pub struct Report {
     pub check: Result<(), String>,
     /// Whether [`Record::stop_recording`](crate::Record::stop_recording) ended the recording.
     pub complete: bool,
-    /// The first operation that was answered differently; the replay ends there.
+    /// The first operation with a different answer, where the replay ends.
     pub divergence: Option<Divergence>,
 }
 

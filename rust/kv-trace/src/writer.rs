@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Shared by the manager and the thread.
 #[derive(Debug, Default)]
 struct Progress {
-    /// Bytes that are sent and not written.
+    /// Bytes sent to the writer and not yet written.
     waiting: AtomicUsize,
     /// The outcome, once the thread has ended.
     outcome: Mutex<Option<io::Result<()>>>,
@@ -154,7 +154,7 @@ impl EndedRecording {
     /// Waits for at most `limit` until everything is written; `None` if it is not yet.
     ///
     /// # Errors
-    /// The first error of the writer; that it was too slow and the recording ended early; or that it stalls.
+    /// The first error of the writer; or that it was too slow, so the recording ended early; or that it stalls.
     pub fn wait(&mut self, limit: Duration) -> Option<io::Result<()>> {
         let mut outcome = self.progress.outcome();
         if outcome.is_none() && self.overflow.is_none() {
