@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncEngine` have in common: a model, an engine, requests made of prompts."""
+"""The base of `LLM` and `AsyncEngine`: a model, an engine, requests from prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

@@ -56,7 +56,7 @@ class Engine:
         """Tokens generated so far, by all requests."""
         self._is_stepping = False
         self.death = ""
-        """The reason why no step can run any more; empty if they can."""
+        """The reason why no further step can run; empty if one can."""
         self._before_plan = self._overriding("before_plan")
         self._planned = self._overriding("planned")
         self._committed = self._overriding("committed")
@@ -65,7 +65,7 @@ class Engine:
         self._idle = self._overriding("idle")
 
     def _overriding(self, method: str) -> list[EnginePart]:
-        """The parts with a method of their own: the others need no call in each step."""
+        """The parts that override a method: only they are called in each step."""
         default = getattr(EnginePart, method)
         return [part for part in self._parts if getattr(type(part), method) is not default]
 
@@ -297,7 +297,7 @@ class Engine:
             )
 
     def _finish(self, ended: list[SequenceState]) -> list[Request]:
-        """Remove ended sequences; return the finished requests."""
+        """Remove finished sequences; return the finished requests."""
         self._release(ended)
         finished = [request for request in requests_of(ended) if request.is_finished]
         for request in finished:

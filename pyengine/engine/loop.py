@@ -39,8 +39,7 @@ _made_in: list[int] = []
 def refuse_engine_in_fork() -> None:
     """Raise `ConfigurationError` in a fork of a process that has made an engine.
 
-    The threads in which torch computes are not in the fork, and whoever waits for them waits for
-    ever.
+    A fork lacks torch's threads: a wait for them would never end.
     """
     if not _made_in:
         _made_in.append(os.getpid())
@@ -100,7 +99,7 @@ class EngineLoop:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The reason why no step can run any more."""
+        """The reason why no further step can run."""
         return self._error if isinstance(self._error, EngineDeadError) else None
 
     def refuse_fork(self) -> None:
@@ -113,7 +112,7 @@ class EngineLoop:
             )
 
     def check(self) -> None:
-        """Raise what a request would fail with now: the engine is elsewhere, closed or dead."""
+        """Raise the error of a new request: the engine is in another process, closed or dead."""
         self.refuse_fork()
         if self._error is not None:
             raise copy_error(self._error)

@@ -42,7 +42,7 @@ from pyengine.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 
 _LOOKAHEAD = 16
-"""Waiting sequences that are looked up before they could be admitted."""
+"""Maximum waiting sequences to look up before they can be admitted."""
 _MAX_OTHER_MODELS = 16
 """Fingerprints of other models in which a prompt is looked up to explain a miss."""
 _SHORT = 256
@@ -58,13 +58,13 @@ _MAX_QUEUED_TOKENS = 1 << 20
 _LOADING_SHARE = 0.5
 """Of the blocks that are free or evictable, at most, that one load takes."""
 _GAIN = 0.8
-"""A prefix is restored if that takes at most so much of the time that computing it takes."""
+"""A prefix is restored if that takes at most this fraction of the time to compute it."""
 _FORGET = 60.0
-"""Seconds after which a rate is measured anew."""
+"""Seconds after which a rate is measured again."""
 _MIN_TOKENS = 64
 """Smaller steps say little about how fast a prompt is computed."""
 _CHECK = 1.0
-"""Seconds between looks at what the store has to say, and at what another process has stored."""
+"""Seconds between checks for the store's notices and for entries of another process."""
 _LOAD_REST, _STORE_REST, _NEW_STORE_REST = 10.0, 100.0, 600.0
 """Rests after each piece while steps run, as multiples of the processor time that it took.
 
@@ -121,7 +121,7 @@ class _Backlog:
 
 
 class Flush:
-    """A wait until what was queued at its beginning is written. See `KVOffloader.begin_flush`."""
+    """A wait until the queue of its beginning is written. See `KVOffloader.begin_flush`."""
 
     _PROGRESS = ("stored", "known", "dropped_failed", "relocated", "evicted", "queued_bytes")
 
@@ -156,7 +156,7 @@ class Flush:
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """What the store has of one sequence's tokens."""
+    """The stored prefix of one sequence's tokens."""
 
     num_preemptions: int
     """Of its request when it was looked up: it is looked up again after each."""
@@ -168,7 +168,7 @@ class _Lookup:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A transfer that waits for the load thread, is in it, or comes from it."""
+    """A transfer before, in or after the load thread."""
 
     sequence: SequenceState
     transfer: Transfer
@@ -176,7 +176,7 @@ class _Load:
     blocks: list[_Block]
     num_bytes: int
     after: Any
-    """The `mark` of the memory behind the steps that may still write to the blocks."""
+    """The `mark` of the memory after the last step that may write to the blocks."""
     loaded: list[_Block] = field(default_factory=list)
     """Of `blocks`, from the front, those that were read whole."""
     seconds: float = 0.0
@@ -253,7 +253,7 @@ class KVOffloader(EnginePart):
         return self.is_busy or self.num_pins != self._num_pins_before
 
     def before_plan(self, scheduler: Scheduler, previous: ScheduledStep | None) -> None:
-        """Start to load what the first of the waiting sequences can reuse, and end what is late."""
+        """Start loads for the first waiting sequences, and end late ones."""
         self.are_steps_running = previous is not None
         self._are_others_running = scheduler.num_running > 0
         self.finish_loads()
@@ -307,7 +307,7 @@ class KVOffloader(EnginePart):
                 self.counters["abandoned_loads"] += 1
 
     def finish_loads(self) -> None:
-        """Complete the transfers whose bytes have come."""
+        """Complete the transfers whose bytes have arrived."""
         with suppress(Empty):
             while True:
                 self._finish(self._loaded.get_nowait())
@@ -416,7 +416,7 @@ class KVOffloader(EnginePart):
         return compute is None or seconds is None or seconds <= _GAIN * num_tokens / compute
 
     def _load_seconds(self, num_bytes: int) -> float | None:
-        """The seconds until a load of so many bytes would have ended, after those before it."""
+        """Seconds until a load of this many bytes would end, after the queued ones."""
         before = sum([load.num_bytes for load in self._open if not load.is_abandoned])
         rate = self._load_rate.value
         return None if rate is None else (before + num_bytes) / rate
@@ -503,7 +503,7 @@ class KVOffloader(EnginePart):
                 _log.warning("KV store: %s", error)
 
     def _store_prefix(self, tokens: list[int], namespace: bytes, backlog: _Backlog) -> None:
-        """Store what the pool still has of a prefix, and the store does not have."""
+        """Store the cached blocks of a prefix that the store lacks."""
         self.num_pins += 1
         try:
             prefix = self._prefix(tokens, namespace)
@@ -577,13 +577,13 @@ class KVOffloader(EnginePart):
         return {"store": self.stats()}
 
     def begin_flush(self) -> Flush:
-        """Begin to wait until what is queued now is written. Any thread may call it."""
+        """Begin to wait until the queue of now is written. Thread-safe."""
         self._last_flush = flush = Flush(self._store, lambda: self.num_pins)
         self._work.put(flush.is_copied.set)
         return flush
 
     def flush(self, timeout: float) -> bool:
-        """Write what is queued. False after `timeout` seconds, or if the disk writes nothing.
+        """Write the queue. False after `timeout` seconds, or if the disk writes nothing.
 
         Any thread may call it. For a disk that writes nothing see `Flush.poll`.
         """
@@ -593,7 +593,7 @@ class KVOffloader(EnginePart):
         return bool(is_written)
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued. False if that takes longer than `timeout` seconds.
+        """Write the queue. False if that takes longer than `timeout` seconds.
 
         After a flush during which the disk wrote nothing, it is not waited for once more.
         """

@@ -55,7 +55,7 @@ class OutputCollector:
             self._on_item(self)
 
     def fail(self, error: Exception) -> None:
-        """See `OutputSink.fail`: what has been put before can still be read."""
+        """See `OutputSink.fail`: earlier outputs can still be read."""
         self._error = error
         if self._on_item is not None:
             self._on_item(self)
@@ -99,7 +99,7 @@ class _Sum:
 
 @dataclass(slots=True)
 class _SoFar:
-    """A completion as far as it was read."""
+    """The part of a completion that was read."""
 
     last: CompletionOutput | None = None
     text: str = ""
@@ -126,12 +126,10 @@ _TURN = 0.005  # seconds that the engine's thread waits at most for event loops,
 
 
 class OutputNotifier:
-    """Readers with a new output: each event loop is called once after a step, when observers have
-    seen it.
+    """Readers with a new output: calls each event loop once per step, after the observers.
 
-    Then the loops have a turn, unless a step `is_running` already: beside each other, loop and step
-    would take the interpreter's lock from one another. A loop that has not ended its turn in time
-    is not waited for until it has.
+    Then it waits for the loops, unless a step `is_running` already: loop and step would compete for
+    the interpreter's lock. It does not wait for a loop that is late from the step before.
     """
 
     def __init__(self, is_running: Callable[[], bool]) -> None:
@@ -149,7 +147,7 @@ class OutputNotifier:
         self._unread.append((queue, collector))
 
     def hand_on(self) -> None:
-        """Tell the event loops what there is after a step, and let them hand it on."""
+        """Wake the readers after a step, and let their event loops run."""
         are_late = not all([turn.is_set() for turn in self._turns])
         self.deliver()
         if not self._turns or are_late or self._is_running():
@@ -159,7 +157,7 @@ class OutputNotifier:
             turn.wait(max(0.0, end - monotonic()))
 
     def deliver(self) -> None:
-        """Tell the threads and the event loops."""
+        """Wake the reading threads and event loops."""
         unread, self._unread = self._unread, []
         for queue, collector in unread:
             queue.put(collector)
@@ -169,7 +167,7 @@ class OutputNotifier:
             turn = Event()
             try:
                 loop.call_soon_threadsafe(_wake_all, loop, list(several), turn)
-            except RuntimeError:  # it was closed: nobody reads there any more
+            except RuntimeError:  # it was closed: it has no reader
                 continue
             self._turns.append(turn)
 
@@ -177,7 +175,7 @@ class OutputNotifier:
 def _wake_all(loop: asyncio.AbstractEventLoop, readers: "list[OutputStream]", turn: Event) -> None:
     for reader in readers:
         reader.wake()
-    # Behind the readers, which the loop calls next, and what they have put off to the end of that.
+    # After the readers, which the loop calls next, and the callbacks that they add.
     loop.call_soon(loop.call_soon, turn.set)
 
 
@@ -201,8 +199,8 @@ class OutputStream:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._future: asyncio.Future[None] | None = None
         self._unread: OrderedDict[OutputCollector, None] = OrderedDict()
-        """Those who have something to read, first in, first out: one thread puts them in, one takes
-        them out, each in one call of C."""
+        """Collectors with unread outputs, first in, first out: one thread adds, one removes, each
+        in one call of C."""
         self._num_left = len(requests)  # requests whose last item, or whose error, was not read yet
         # A stream holds its `AsyncEngine`, whose thread holds the requests and their collectors.
         weak = WeakMethod(self._notify)

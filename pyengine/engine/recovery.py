@@ -216,7 +216,7 @@ class LimitRecovery:
 
 
 class StepRecovery:
-    """What the engine does after a failed step: both recoveries, and their logs."""
+    """The engine's two recoveries from a failed step, and their logs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -1,4 +1,4 @@
-"""What the engine tells of itself: results of steps, statistics, and a view between two steps."""
+"""Results of steps, statistics, and a view of the engine between two steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class StepResult:
     """Sequences that got a token; the same object in steps that decode the same ones. Includes
     sequences that were aborted or ended in the step before, which got none."""
     begun: list[Request] = field(default_factory=list)
-    """Requests whose prompt it completed: they have their first token, if they want any."""
+    """Requests whose prompt it completed: they have their first token, if any."""
     ended: list[SequenceState] = field(default_factory=list)
     """Samples that it ended, also of unfinished requests."""
     num_drafted: int = 0
@@ -45,7 +45,7 @@ class EngineStats:
     acceptance rate is `accepted_draft_tokens / draft_tokens`, and such a decode gives
     `1 + accepted_draft_tokens / num_drafts` tokens."""
     store: Mapping[str, float] = field(default_factory=dict)
-    """Counters of what was restored and stored, and of the store; empty without one."""
+    """Counters of restores, writes and the store; empty without a store."""
     verification: Mapping[str, int] = field(default_factory=dict)
     """Counters of verified cache hits; empty without `verify_cache_hits`."""
 

@@ -1,4 +1,4 @@
-"""The rows of a step's logits: whose tokens they are, and how these reach their sequences."""
+"""The rows of a step's logits, and how their tokens reach their sequences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -56,7 +56,7 @@ class KeptRecording:
         self._manager.record(self.path)
 
     def keep(self) -> Path | None:
-        """End the recording and keep its file; None if there is none any more."""
+        """End the recording and keep its file; None if it has ended before."""
         if not self._remove.alive or not self.path.exists():
             return None
         try:
@@ -165,7 +165,7 @@ class HitVerifier(EnginePart):
         return verification
 
     def _judge(self, request: Request, verifies: Verification) -> None:
-        """Compare what a verification has computed with what is cached."""
+        """Compare the KV that a verification has computed with the cached KV."""
         manager, tokens = self._manager, request.prompt_token_ids
         with manager.match_prefix(tokens, namespace=verifies.namespace) as pin:
             if pin.num_tokens:

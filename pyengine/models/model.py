@@ -1,4 +1,4 @@
-"""What the runner calls: a causal language model over a paged KV cache."""
+"""A causal language model over a paged KV cache, as the runner calls it."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 

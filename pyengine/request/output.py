@@ -12,7 +12,7 @@ from pyengine.sampling_params import SamplingParams
 
 
 class OutputRules:
-    """What ends the sequences of a request, and what their text is made with."""
+    """The stop conditions of a request's sequences, and their detokenizer."""
 
     __slots__ = (
         *("eos_ids", "length_reason", "max_output", "params"),

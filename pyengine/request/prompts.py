@@ -19,17 +19,17 @@ PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` (text) or `prompt_token_ids`, and `cache_salt`."""
 
 _LONGEST_TRUSTED = 1000
-"""The longest text, in characters, on which no tokenizer's expression takes for ever: the library
-gives up after 10^7 tries at one place, a fifth of a second."""
+"""Maximum characters of a text that needs no time limit: the tokenizers library stops after 10^7
+tries at one position, a fifth of a second."""
 _SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
-"""The time limit for longer texts: a hundred times what tokenizers take."""
+"""The time limit for longer texts: a hundred times the usual time."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
 class StrippedThinking:
-    """Which tokens of a prompt and its answer the chat template leaves out of the next turn."""
+    """The tokens of a prompt and its answer that the chat template omits from the next turn."""
 
     begin: int
     end: int

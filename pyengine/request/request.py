@@ -57,7 +57,7 @@ class RequestOptions:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """What was scheduled of a request; written by the scheduler and by restores from a store."""
+    """The scheduled part of a request; written by the scheduler and by restores from a store."""
 
     scheduled_time: float | None = None
     """The time at which its first step was planned."""
@@ -71,7 +71,7 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """What a request has yielded beside tokens; written by the engine and its parts."""
+    """Results of a request beside tokens; written by the engine and its parts."""
 
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -163,7 +163,7 @@ class SequenceState:
 class Request:
     """A prompt and its sequences, from the queue to the last token.
 
-    What a caller asks for is set when the request is made. The rest has one owner each: `progress`
+    The caller's fields are set when the request is created. The rest has one owner each: `progress`
     and the sequences' counts belong to the scheduler, `result` and the sequences' `output` to the
     engine.
 

@@ -34,7 +34,7 @@ class TemplateError(Exception):
 
 
 def refusal(reason: object) -> InvalidRequestError:
-    """The error for the caller whose conversation a template does not take."""
+    """The error for a conversation that the template rejects."""
     return InvalidRequestError(
         f"the model's chat template does not take this conversation: {reason}"
     )

@@ -31,7 +31,7 @@ _known: "WeakKeyDictionary[Any, dict[str, StrippedThinking | None]]" = WeakKeyDi
 def stripped_thinking(tokenizer: Any, options: ChatOptions) -> StrippedThinking | None:
     """The thinking that the chat template leaves out of the next turn; None if there is none.
 
-    Found by rendering a small conversation whose assistant has thought.
+    It renders a small conversation with thinking to learn this.
     """
     has_tools = options.tools is not None
     template = template_text(tokenizer, options.template, has_tools=has_tools)

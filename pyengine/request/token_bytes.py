@@ -84,7 +84,7 @@ def token_texts(tokenizer: Any, *, skip_special_tokens: bool) -> TokenTexts:
 def _decode_by(backend: "RustTokenizer") -> Callable[[str], bytes] | None:
     """How the tokenizer's decoder turns a token into bytes.
 
-    None for decoders whose tokens have no bytes of their own, as WordPiece's.
+    None for decoders whose tokens are no byte strings, such as WordPiece's.
     """
     if backend.decoder is None:
         return None

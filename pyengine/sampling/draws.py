@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DrawState(Protocol):
-    """What a draw depends on: see `SamplingState`."""
+    """The inputs of a draw: see `SamplingState`."""
 
     seed: int
     draw_settings: tuple[float, float, int, float]

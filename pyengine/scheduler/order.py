@@ -92,7 +92,7 @@ class PrefixOrder:
         return chosen
 
     def _has_available(self, divisor: int) -> bool:
-        """True if one in so many blocks is free or evictable."""
+        """True if one block in this many is free or evictable."""
         return self._manager.usage().available * divisor >= self._manager.num_blocks
 
     def count(self, sequence: SequenceState, ready: list[SequenceState]) -> None:
@@ -117,7 +117,7 @@ class PrefixOrder:
         self._num_stale -= num
 
     def protect(self, waiting: list[SequenceState]) -> None:
-        """Pin the cached prefixes of the these waiting requests, as far as blocks are to spare."""
+        """Pin the cached prefixes of these waiting requests, as far as spare blocks allow."""
         self.has_changed = False
         for sequence in waiting:
             if self._sequences[sequence].prefix_length is None:
@@ -143,7 +143,7 @@ class PrefixOrder:
         return length
 
     def give_way(self, needed: int) -> bool:
-        """Release pins, last in the queue first, until so many blocks are available.
+        """Release pins, last in the queue first, until this many blocks are available.
 
         False if there were none.
         """

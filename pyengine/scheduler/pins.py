@@ -22,7 +22,7 @@ _MAX_KEPT = 1024
 """Prefixes with a priority that one owner may have: those of a conversation share their blocks."""
 
 _LONGEST_WAIT = 3600.0
-"""Seconds after which an idle engine looks for pins to end at the latest."""
+"""Maximum seconds between an idle engine's checks for expired pins."""
 
 
 class PinTable:
@@ -58,7 +58,7 @@ class PinTable:
         return len(self._uses_of[owner]) if owner in self._uses_of else 0
 
     def pin(self, tokens: Sequence[int], namespace: bytes, hints: CacheHints) -> list[KeptPrefix]:
-        """Pin what is cached of the prefixes of a request that its hints name.
+        """Pin the cached part of the prefixes that a request's hints name.
 
         A prefix that its owner has pinned already is pinned until the later of both ends. Raises
         `PinQuotaError` at the first prefix that takes more blocks than are left.
@@ -129,7 +129,7 @@ class PinTable:
         return min(self.ends[0][0] - now, _LONGEST_WAIT) if self.ends else None
 
     def give_way(self, needed: int) -> bool:
-        """Drop prefixes with a priority until so many blocks are available.
+        """Drop prefixes with a priority until this many blocks are available.
 
         Those of the owner that holds most go first, of these the lowest priority: a priority of
         one owner does not count against those of another. False if there were none.

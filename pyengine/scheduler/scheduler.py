@@ -129,7 +129,7 @@ class Scheduler:
         self._is_steady = False
         """The newest step decoded all running sequences, and these are still the same."""
         self.shares = TenantShares(manager)
-        """What each tenant gets if several have requests."""
+        """Shares of the tenants if several have requests."""
         self._last_commit = 0.0
         self._arrivals = 0
         self.num_preemptions = 0
@@ -275,7 +275,7 @@ class Scheduler:
         return step
 
     def _left_out(self) -> frozenset[bytes]:
-        """Tenants that the next step leaves out, as it is the turn of others."""
+        """Tenants without a share of the next step."""
         budget = self.limits.max_num_batched_tokens
         left_out = self.shares.left_out(self._running, self._waiting, budget)
         if left_out:

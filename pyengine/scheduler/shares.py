@@ -1,4 +1,4 @@
-"""What tenants get of the steps, slots and blocks if several of them have requests.
+"""Shares of tenants in steps, slots and blocks if several of them have requests.
 
 A tenant alone may use everything. Beside others it is entitled to an equal share of each resource:
 
@@ -95,7 +95,7 @@ class TenantShares:
     def left_out(
         self, running: Sequence[SequenceState], waiting: WaitingQueue, budget: int
     ) -> frozenset[bytes]:
-        """Tenants that the next step leaves out, as it is the turn of others."""
+        """Tenants without a share of the next step."""
         turns = self.turns
         tenants = turns.tenants
         limit = min([turns.used(tenant) for tenant in tenants]) + _QUANTUM
@@ -114,8 +114,8 @@ class TenantShares:
     def budget(self, running: Sequence[SequenceState], most: int) -> int:
         """The tokens of the next step, up to `most`.
 
-        Beside others, long prompts are computed in small parts, between which it may be the turn of
-        others. Called with several tenants.
+        Long prompts are computed in small chunks, so that other tenants need not wait for them.
+        Called with several tenants.
         """
         least = len(running) + _LEAST_CHUNK
         return min(most, max(least, self.times.largest_within(_SLICE, most)))
@@ -188,7 +188,7 @@ def _arrival_of(sequence: SequenceState) -> int:
 def _held(
     running: Sequence[SequenceState], size_of: "Callable[[SequenceState], int]"
 ) -> Counter[bytes]:
-    """What the sequences of each tenant hold."""
+    """Blocks or slots that the sequences of each tenant hold."""
     held: Counter[bytes] = Counter()
     for sequence in running:
         held[sequence.request.tenant] += size_of(sequence)
