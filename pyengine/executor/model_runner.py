@@ -137,8 +137,8 @@ class ModelRunner:
 
         Call it after `compile`.
         """
-        asked = self.graph_sizes if sizes is None else sizes
-        if self._record is None or not asked:
+        wanted = self.graph_sizes if sizes is None else sizes
+        if self._record is None or not wanted:
             return
         from pyengine.executor.cuda_graphs import DecodeGraphs
 
@@ -146,7 +146,7 @@ class ModelRunner:
             backend, blocks, agree = self._backend, self.pool.num_blocks, self._agree
             self.graphs = DecodeGraphs(self._forward, backend, self.buffers, blocks, agree)
         with on_device(self.pool.device):
-            self.graphs.capture(asked, self._record)
+            self.graphs.capture(wanted, self._record)
 
     @property
     def piecewise_sizes(self) -> list[int]:
@@ -249,7 +249,7 @@ class ModelRunner:
         return forward_there
 
     def prepare_drafts(
-        self, plan: Plan, asked: Sequence[DraftRow]
+        self, plan: Plan, draft_rows: Sequence[DraftRow]
     ) -> Callable[[], list[list[int]]]:
         """Read everything from `plan`, which decodes these sequences; the result drafts for them.
 
@@ -260,12 +260,12 @@ class ModelRunner:
         assert mtp is not None and buffers is not None
         copies = plan.copies()
         arrays = buffers.fill(plan).buffers.arrays
-        rows = [request.row for request in asked]
+        rows = [draft.row for draft in draft_rows]
         positions, tables = arrays.seq_lens[rows].astype(np.int64) - 1, arrays.block_tables[:, rows]
 
         def draft() -> list[list[int]]:
             with on_device(self.pool.device):
                 self.pool.copy_blocks(copies)  # the step copies again, to the same effect
-                return mtp.draft(asked, positions, tables)
+                return mtp.draft(draft_rows, positions, tables)
 
         return draft

@@ -114,7 +114,7 @@ class MTPLayers:
             step.after.rows = stacked(states[:-1], 1)[upload(step.rows, device)]
 
     def draft(
-        self, asked: Sequence[DraftRow], positions: Int64Array, tables: npt.NDArray[np.int32]
+        self, rows: Sequence[DraftRow], positions: Int64Array, tables: npt.NDArray[np.int32]
     ) -> list[list[int]]:
         """The MTP layers' predictions for B sequences, each the most probable token.
 
@@ -124,13 +124,13 @@ class MTPLayers:
         The first layer continues from the known token, each further one from the draft before it;
         after the last layer, that layer repeats.
         """
-        device, counts = self._pool.device, np.array([row.count for row in asked], dtype=np.int64)
-        ids = upload(np.array([row.token_id for row in asked], dtype=np.int64), device)[:, None]
-        before = self._gathered([row.before for row in asked])
-        found = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
+        device, counts = self._pool.device, np.array([row.count for row in rows], dtype=np.int64)
+        ids = upload(np.array([row.token_id for row in rows], dtype=np.int64), device)[:, None]
+        before = self._gathered([row.before for row in rows])
+        drafts = np.zeros((len(counts), int(counts.max(initial=0))), np.int64)
         alive = np.arange(len(counts))
         states = before[:, 0, None][:, :0]
-        for number in range(found.shape[1]):
+        for number in range(drafts.shape[1]):
             chosen = np.flatnonzero(counts[alive] > number)
             alive, index = alive[chosen], upload(chosen, device)
             ids, states, before = ids[index], states[index], before[index]
@@ -139,21 +139,21 @@ class MTPLayers:
                 previous = concatenated([before[:, layer, None], states], 1)
             else:
                 previous, first = states[:, -1:], first + number
-            rows = previous.shape[1]
-            inputs = self._inputs(ids[:, -rows:], first, tables[:, alive])
+            width = previous.shape[1]
+            inputs = self._inputs(ids[:, -width:], first, tables[:, alive])
             flat = previous.reshape(-1, self._size)
             states = self._layer(layer, flat, inputs).reshape(previous.shape)
             drawn = largest_ids(self._model.mtp_logits(layer, states[:, -1]))
-            found[alive, number] = on_host(drawn)
+            drafts[alive, number] = on_host(drawn)
             ids = concatenated([ids, drawn[:, None]], 1)
         return [
-            tokens[:count] for tokens, count in zip(found.tolist(), counts.tolist(), strict=True)
+            tokens[:count] for tokens, count in zip(drafts.tolist(), counts.tolist(), strict=True)
         ]
 
     def _layer(self, layer: int, previous: Any, inputs: StepInputs) -> Any:
         """One layer over the tokens of `inputs`, `[T]`: its states `[T, hidden]`."""
-        given = inputs if self._backend.takes_arrays else inputs.tensors()
-        metadata = self._backend.metadata(given, first_key=layer + 1)
+        prepared = inputs if self._backend.takes_arrays else inputs.tensors()
+        metadata = self._backend.metadata(prepared, first_key=layer + 1)
         ids, positions = inputs.input_ids, inputs.positions
         return self._model.mtp_states(layer, ids, previous, positions, metadata)
 

@@ -61,9 +61,9 @@ class _Step:
         Other numbers lie there, and those that are not finite would reach the choice of experts.
         """
         assert self.metadata is not None
-        found = self.metadata.forward(layer, qkv, options)
+        attended = self.metadata.forward(layer, qkv, options)
         zeros = self.zeros[into.dtype, *into.shape[1:]]
-        torch.cat((found, zeros[: len(into) - len(found)]), out=into)
+        torch.cat((attended, zeros[: len(into) - len(attended)]), out=into)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,11 +167,11 @@ class DraftModel:
         """Until the next call, compute at most `budget` tokens of texts, drafts excluded."""
         self._budget = min(budget, self._most)
 
-    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        asked = dict(zip(contexts, most, strict=True))
-        found = self._executor.run(lambda: self._drafts(asked))
-        return [Draft(found.get(context, ())) for context in contexts]
+        max_drafts = dict(zip(contexts, limits, strict=True))
+        drafts = self._executor.run(lambda: self._drafts(max_drafts))
+        return [Draft(drafts.get(context, ())) for context in contexts]
 
     def forget(self, context: SequenceState) -> None:
         """See `Drafter.forget`."""
@@ -179,11 +179,11 @@ class DraftModel:
         if sequence is not None:
             sequence.free()
 
-    def _drafts(self, asked: Mapping[SequenceState, int]) -> dict[SequenceState, list[int]]:
+    def _drafts(self, max_drafts: Mapping[SequenceState, int]) -> dict[SequenceState, list[int]]:
         known = self._sequences
         counts = {
-            context: min(asked[context], self._longest - known[context].num_tokens)
-            for context in self._computed(asked)
+            context: min(max_drafts[context], self._longest - known[context].num_tokens)
+            for context in self._computed(max_drafts)
         }
         drafts: dict[SequenceState, list[int]] = {context: [] for context in counts}
         forks = {context: known[context].fork(known[context].num_tokens) for context in drafts}
@@ -197,13 +197,13 @@ class DraftModel:
                 fork.free()
         return drafts
 
-    def _computed(self, asked: Mapping[SequenceState, int]) -> list[SequenceState]:
+    def _computed(self, max_drafts: Mapping[SequenceState, int]) -> list[SequenceState]:
         """Spend the budget; return the contexts whose text is computed except its last token.
 
         A text that does not fit has no sequence afterwards.
         """
         missing: dict[SequenceState, int] = {}
-        for context in asked:
+        for context in max_drafts:
             num_tokens = _num_tokens(context)
             if 1 < num_tokens <= self._longest:
                 missing[context] = num_tokens - 1 - self._extended(context).num_computed_tokens
@@ -213,7 +213,7 @@ class DraftModel:
             if self._sequences[context].num_tokens < _num_tokens(context)
         ]
         if incomplete and self._budget:
-            self._compute_some(incomplete, asked)
+            self._compute_some(incomplete, max_drafts)
         ready = [context for context in missing if context in self._sequences]
         return [
             context
@@ -234,7 +234,7 @@ class DraftModel:
         return sequence
 
     def _compute_some(
-        self, incomplete: Sequence[SequenceState], asked: Mapping[SequenceState, int]
+        self, incomplete: Sequence[SequenceState], max_drafts: Mapping[SequenceState, int]
     ) -> None:
         """Compute one step of these texts, in order.
 
@@ -245,7 +245,7 @@ class DraftModel:
             for context in incomplete:
                 sequence = self._sequences[context]
                 answer = plan.prefill(sequence, self._budget)
-                if isinstance(answer, NoRoom) and self._forget_others(asked):
+                if isinstance(answer, NoRoom) and self._forget_others(max_drafts):
                     answer = plan.prefill(sequence, self._budget)
                 if isinstance(answer, NoBudget):
                     break
@@ -257,9 +257,9 @@ class DraftModel:
                 self._runner.prepare(plan)(None)
             plan.commit(last_tokens)
 
-    def _forget_others(self, asked: Mapping[SequenceState, int]) -> bool:
-        """Release the blocks of texts that are not in `asked`; True if there were any."""
-        others = [sequence for sequence in self._sequences if sequence not in asked]
+    def _forget_others(self, max_drafts: Mapping[SequenceState, int]) -> bool:
+        """Release the blocks of texts that are not in `max_drafts`; True if there were any."""
+        others = [sequence for sequence in self._sequences if sequence not in max_drafts]
         for context in others:
             self.forget(context)
         return bool(others)

@@ -39,8 +39,8 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     """Drafts the next tokens. Called by the engine thread."""
 
-    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> Sequence[Draft]:
-        """A draft for each context, of at most `most[i]` tokens; empty without a guess.
+    def propose(self, contexts: Sequence[SequenceState], limits: Sequence[int]) -> Sequence[Draft]:
+        """A draft for each context, of at most `limits[i]` tokens; empty without a guess.
 
         Accepted tokens of earlier drafts are part of the contexts.
         """
@@ -57,16 +57,16 @@ class NgramDrafter:
         self._lengths = range(shortest, longest + 1)
         self._histories: dict[SequenceState, _History] = {}
 
-    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
+        return [self._draft(*pair) for pair in zip(contexts, limits, strict=True)]
 
-    def _draft(self, context: SequenceState, most: int) -> Draft:
+    def _draft(self, context: SequenceState, max_tokens: int) -> Draft:
         history = self._histories.get(context)
         if history is None:
             history = self._histories[context] = _History(context.request.prompt_token_ids)
         history.extend(context.token_ids[history.num_output :])
-        return history.draft(most, self._lengths)
+        return history.draft(max_tokens, self._lengths)
 
     def forget(self, context: SequenceState) -> None:
         """See `Drafter.forget`."""
@@ -97,7 +97,7 @@ class _History:
         self._array[self._count : count] = new
         self._count = count
 
-    def draft(self, most: int, lengths: range) -> Draft:
+    def draft(self, max_tokens: int, lengths: range) -> Draft:
         """The continuation of the longest n-gram at the end that occurred before.
 
         At the end of the text the continuation repeats itself.
@@ -105,9 +105,9 @@ class _History:
         end, length = self._latest_match(lengths)
         if not length:
             return NO_DRAFT
-        following: list[int] = self._array[end : min(end + most, self._count)].tolist()
-        while len(following) < most:
-            following += following[: most - len(following)]
+        following: list[int] = self._array[end : min(end + max_tokens, self._count)].tolist()
+        while len(following) < max_tokens:
+            following += following[: max_tokens - len(following)]
         return Draft(following, length)
 
     def _latest_match(self, lengths: range) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class _History:
         Both are 0 without one.
         """
         tokens, count = self._array[: self._count], self._count
-        end = found = 0
+        end = matched = 0
         equal: npt.NDArray[np.bool_] | None = None
         """For positions from `length` on: true if the n-gram of that length ends before them."""
         for length in range(1, min(lengths[-1], count - 1) + 1):
@@ -127,8 +127,8 @@ class _History:
             latest = _last_true(equal)
             if latest is None:
                 break
-            end, found = latest + length, length
-        return end, found
+            end, matched = latest + length, length
+        return end, matched
 
 
 def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
@@ -151,22 +151,22 @@ class SuffixDrafter:
         self._texts: dict[SequenceState, tuple[int, int]] = {}
         """Each context's id in the index, and how many tokens of its answer the index has."""
 
-    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         drafts = []
-        for context, count in zip(contexts, most, strict=True):
+        for context, count in zip(contexts, limits, strict=True):
             tokens, match_length = self._suffixes.draft(self._grown(context), count)
             drafts.append(Draft(tokens, match_length) if tokens else NO_DRAFT)
         return drafts
 
     def _grown(self, context: SequenceState) -> int:
         """Add the new tokens of a text to the index; return its id."""
-        found, answer = self._texts.get(context), context.token_ids
-        if found is None:
+        entry, answer = self._texts.get(context), context.token_ids
+        if entry is None:
             request = context.request
             name = self._suffixes.start(request.prompt_token_ids, namespace=request.namespace)
-            found = name, 0
-        name, known = found
+            entry = name, 0
+        name, known = entry
         if known < len(answer):
             self._suffixes.extend(name, answer[known:])
         self._texts[context] = name, len(answer)

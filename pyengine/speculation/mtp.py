@@ -87,23 +87,23 @@ class MTPDrafter:
         self.step: ScheduledStep | None = None
         """The step that was just planned; drafts are for its decodes."""
 
-    def propose(self, contexts: Sequence[SequenceState], most: Sequence[int]) -> list[Draft]:
+    def propose(self, contexts: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`. Each draft ends with the block in which it begins."""
         assert self.step is not None
         places = {sequence: at for at, sequence in enumerate(self.step.decodes)}
         drafts = [Draft()] * len(contexts)
-        asked: list[tuple[int, DraftRow]] = []
+        draft_rows: list[tuple[int, DraftRow]] = []
         for at, sequence in enumerate(contexts):
             position = sequence.num_computed - 1
             before = self.history.before(sequence, position)
             if before is not None:
-                count = min(most[at], self._block_size - position % self._block_size)
-                asked.append(
+                count = min(limits[at], self._block_size - position % self._block_size)
+                draft_rows.append(
                     (at, DraftRow(places[sequence], sequence.token_ids[-1], before, count))
                 )
-        if asked:
-            found = self._executor.draft(self.step.plan, [row for _, row in asked])
-            for (at, _), tokens in zip(asked, found, strict=True):
+        if draft_rows:
+            answers = self._executor.draft(self.step.plan, [row for _, row in draft_rows])
+            for (at, _), tokens in zip(draft_rows, answers, strict=True):
                 drafts[at] = Draft(tokens)
         return drafts
 
