@@ -106,11 +106,11 @@ class _SoFar:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
 
-    def add(self, one: CompletionOutput) -> None:
-        self.last = one
-        self.text += one.text
-        self.token_ids += one.token_ids
-        self.logprobs += one.logprobs or ()
+    def add(self, delta: CompletionOutput) -> None:
+        self.last = delta
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
 
     def snapshot(self) -> CompletionOutput:
         assert self.last is not None
@@ -216,7 +216,7 @@ class OutputStream:
     def _notify(self, collector: OutputCollector) -> None:
         """There is something to read. Called in the engine's thread."""
         self._unread[collector] = None
-        if self._loop is not None:  # else nobody waits yet, and will look before
+        if self._loop is not None:  # else no reader waits yet
             self._notifier.add(self._loop, self)
 
     def wake(self) -> None:

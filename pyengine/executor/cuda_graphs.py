@@ -16,12 +16,7 @@ from typing import Protocol
 
 import torch
 
-from pyengine.attention.backend import (
-    AttentionBackend,
-    AttentionMetadata,
-    GraphMetadata,
-    StepInputs,
-)
+from pyengine.attention.backend import AttentionBackend, GraphMetadata, StepInputs
 from pyengine.executor.input_buffers import InputBuffers, Padding, Plan
 
 _log = logging.getLogger(__name__)
@@ -167,7 +162,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[StepInputs, AttentionMetadata], torch.Tensor],
+        forward: Callable[[StepInputs, GraphMetadata], torch.Tensor],
         backend: AttentionBackend,
         buffers: InputBuffers,
         null_block: int,

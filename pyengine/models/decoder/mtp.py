@@ -31,17 +31,12 @@ class MTPLayer:
         self._rotary = layer.mixer.rotary
 
     def __call__(
-        self,
-        ids: Rows,
-        embedded: Rows,
-        previous: Rows,
-        positions: Rows,
-        metadata: "AttentionMetadata",
+        self, ids: Rows, vectors: Rows, states: Rows, positions: Rows, metadata: "AttentionMetadata"
     ) -> Rows:
-        """See `MTPLayers.states`; `embedded` are the vectors `[T, hidden]` of `ids`."""
+        """See `MTPLayers.states`; `vectors` `[T, hidden]` are the embeddings of `ids`."""
         kernels, shape = self._kernels, (len(ids), 1, -1)
-        first = kernels.norm(embedded, self._embedding_norm).reshape(shape)
-        second = kernels.norm(previous, self._state_norm).reshape(shape)
+        first = kernels.norm(vectors, self._embedding_norm).reshape(shape)
+        second = kernels.norm(states, self._state_norm).reshape(shape)
         pairs = kernels.concatenated(first, second).reshape(len(ids), -1)
         angles = {}
         if self._rotary is not None:

@@ -3,7 +3,7 @@
 //! `cargo run --release -p cpu-kernels --example attention [THREADS [LINES [LEVEL]]]`
 //!
 //! 9 query heads on 3 KV heads of 64 numbers, blocks of 16 that lie anywhere in the cache. A line is a step: the median of
-//! its microseconds a layer at each level. Each layer has keys and values of its own: they are read from memory.
+//! its microseconds a layer at each level. Each layer has its own keys and values, which are read from memory.
 
 use std::time::Instant;
 

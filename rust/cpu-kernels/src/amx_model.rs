@@ -90,7 +90,7 @@ pub(crate) unsafe fn load(tile: &str, first: *const u8, stride: usize) {
 ///
 /// # Safety
 ///
-/// As [`load`], and nobody else has the memory.
+/// As [`load`], with exclusive access to the memory.
 pub(crate) unsafe fn store(tile: &str, first: *mut u8, stride: usize) {
     REGISTERS.with_borrow(|registers| {
         let (tile, shape) = registers.tile(tile);

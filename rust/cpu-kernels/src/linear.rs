@@ -42,7 +42,7 @@ impl Attention {
     /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
     /// `[out_features]`. Each sum begins with the bias and adds the products in the order of the inputs, rounded once
     /// each: a row has the same bits in every batch, with any number of threads and at every level. In bfloat16 the sum is
-    /// rounded at the end; levels that have an instruction for its products have bits of their own, and AMX adds the bias last.
+    /// rounded at the end; levels with an instruction for its products have their own bits, and AMX adds the bias last.
     ///
     /// # Errors
     ///

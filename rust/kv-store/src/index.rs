@@ -13,7 +13,7 @@ use crate::format::RECORD;
 use crate::key::{BlockKey, Fingerprint};
 use crate::usage::{Amount, FingerprintUsage, Usage};
 
-/// Bytes of memory that an entry takes in the index, with its share of tables.
+/// Bytes of memory per entry of the index, with its share of tables.
 pub const INDEX_BYTES_PER_ENTRY: usize = 128;
 
 /// Index of an entry.
