@@ -1,6 +1,8 @@
 """Settings that every test shares. Imports nothing of the engine: unit tests start fast."""
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 
@@ -59,6 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if is_soak(config) else []:
         if is_hypothesis_test(getattr(item, "obj", None)) and not item.get_closest_marker("gpu"):
             item.add_marker("soak")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_collection_finish() -> None:

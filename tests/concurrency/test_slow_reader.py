@@ -25,36 +25,32 @@ def params(kind: RequestOutputKind, **settings: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("readers", [2, 64])
-def test_the_others_read_to_their_end_while_one_has_read_a_single_item(
+async def test_the_others_read_to_their_end_while_one_has_read_a_single_item(
     readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on reading only when all others are through: no clock is needed to see it."""
     model = FakeModel(monkeypatch, num_blocks=4096, max_num_seqs=64, max_model_len=200)
     delta = params(RequestOutputKind.DELTA)
     items: Counter[int] = Counter()
+    others_are_through = asyncio.Event()
 
-    async def main() -> list[list[int]]:
-        others_are_through = asyncio.Event()
+    async def read(number: int) -> list[int]:
+        tokens: list[int] = []
+        async for item in engine.generate([number], delta):
+            items[number] += 1
+            tokens += item.outputs[0].token_ids
+            if number == 0:
+                await others_are_through.wait()
+        return tokens
 
-        async def read(number: int) -> list[int]:
-            tokens: list[int] = []
-            async for item in engine.generate([number], delta):
-                items[number] += 1
-                tokens += item.outputs[0].token_ids
-                if number == 0:
-                    await others_are_through.wait()
-            return tokens
-
-        async with model.async_engine() as engine:
-            slow = asyncio.ensure_future(read(0))
-            others = await asyncio.wait_for(
-                asyncio.gather(*(read(number) for number in range(1, readers))), 120
-            )
-            assert not slow.done()
-            others_are_through.set()
-            return [await slow, *others]
-
-    found = asyncio.run(main())
+    async with model.async_engine() as engine:
+        slow = asyncio.ensure_future(read(0))
+        others = await asyncio.wait_for(
+            asyncio.gather(*(read(number) for number in range(1, readers))), 120
+        )
+        assert not slow.done()
+        others_are_through.set()
+        found = [await slow, *others]
     for number, tokens in enumerate(found):
         assert tokens == continued([number], LENGTH)
     assert items[0] <= 3  # the first, perhaps what came before the others' end, the rest

@@ -233,7 +233,7 @@ def test_two_threads(llm: LLM, alone: list[RequestOutput]) -> None:
 
 
 @pytest.mark.slow
-def test_deltas_of_two_tasks_add_up(alone: list[RequestOutput]) -> None:
+async def test_deltas_of_two_tasks_add_up(alone: list[RequestOutput]) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, output_kind=RequestOutputKind.DELTA)
 
     async def read(engine: AsyncEngine, question: str) -> tuple[str, list[int], int]:
@@ -242,10 +242,8 @@ def test_deltas_of_two_tasks_add_up(alone: list[RequestOutput]) -> None:
         tokens = [token for item in items for token in item.token_ids]
         return "".join(item.text for item in items), tokens, len(items)
 
-    async def main() -> list[tuple[str, list[int], int]]:
-        async with AsyncEngine(**SETTINGS) as engine:
-            return await asyncio.gather(*(read(engine, question) for question in QUESTIONS))
-
-    for (text, tokens, num_items), expected in zip(asyncio.run(main()), alone, strict=True):
+    async with AsyncEngine(**SETTINGS) as engine:
+        answers = await asyncio.gather(*(read(engine, question) for question in QUESTIONS))
+    for (text, tokens, num_items), expected in zip(answers, alone, strict=True):
         assert (text, tokens) == (expected.outputs[0].text, expected.outputs[0].token_ids)
         assert num_items > 1

@@ -117,29 +117,23 @@ def test_a_key_sees_its_own_load_only(engine: AsyncEngine) -> None:
     assert_nothing_runs(engine)
 
 
-def test_a_key_tokenizes_beside_what_another_has_queued() -> None:
+async def test_a_key_tokenizes_beside_what_another_has_queued() -> None:
     gate = threading.Event()
-
-    async def main() -> None:
-        threads = TokenizerThreads(None, has_tenants=True)
-        queued = [
-            asyncio.ensure_future(threads.run(lambda _: gate.wait(), b"b")) for _ in range(32)
-        ]
-        await asyncio.sleep(0)
-        for _ in range(3):
-            assert await asyncio.wait_for(threads.run(lambda _: 1, b"a"), 30) == 1
-        assert not any(call.done() for call in queued)
-        for call in queued[16:]:
-            call.cancel()
-        gate.set()
-        done = await asyncio.gather(*queued, return_exceptions=True)
-        assert done[:16] == [True] * 16
-        threads.close()
-
-    asyncio.run(main())
+    threads = TokenizerThreads(None, has_tenants=True)
+    queued = [asyncio.ensure_future(threads.run(lambda _: gate.wait(), b"b")) for _ in range(32)]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        assert await asyncio.wait_for(threads.run(lambda _: 1, b"a"), 30) == 1
+    assert not any(call.done() for call in queued)
+    for call in queued[16:]:
+        call.cancel()
+    gate.set()
+    done = await asyncio.gather(*queued, return_exceptions=True)
+    assert done[:16] == [True] * 16
+    threads.close()
 
 
-def test_work_after_its_time_limit_is_bounded_and_of_its_key() -> None:
+async def test_work_after_its_time_limit_is_bounded_and_of_its_key() -> None:
     """Such work cannot be interrupted: each refused request would leave a thread at work."""
     gate = threading.Event()
     num_begun = 0
@@ -154,20 +148,17 @@ def test_work_after_its_time_limit_is_bounded_and_of_its_key() -> None:
 
         return within(0.01, work, "the tokenizer")
 
-    async def main() -> None:
-        threads = TokenizerThreads(None, has_tenants=True)
-        calls = [asyncio.ensure_future(threads.run(stuck, b"b")) for _ in range(8)]
-        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        assert isinstance(done.pop().exception(), InvalidRequestError)
-        for _ in range(3):
-            assert await asyncio.wait_for(threads.run(lambda _: 1, b"a"), 30) == 1
-        assert num_begun == 1
-        gate.set()
-        await asyncio.wait(calls)
-        assert num_begun == 8
-        threads.close()
-
-    asyncio.run(main())
+    threads = TokenizerThreads(None, has_tenants=True)
+    calls = [asyncio.ensure_future(threads.run(stuck, b"b")) for _ in range(8)]
+    done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    assert isinstance(done.pop().exception(), InvalidRequestError)
+    for _ in range(3):
+        assert await asyncio.wait_for(threads.run(lambda _: 1, b"a"), 30) == 1
+    assert num_begun == 1
+    gate.set()
+    await asyncio.wait(calls)
+    assert num_begun == 8
+    threads.close()
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]

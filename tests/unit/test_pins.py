@@ -1,6 +1,5 @@
 """`LLM.pin` and `AsyncEngine.pin`: computed once, kept for a time, refused beyond the quota."""
 
-import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -124,14 +123,11 @@ def test_a_request_with_a_priority_stays_cached_longer(llm: LLM) -> None:
     assert num_cached(llm) == 12
 
 
-def test_pins_of_an_async_engine(model: FakeModel) -> None:
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            pin = await engine.pin(SYSTEM, ttl=60)
-            assert (pin.num_tokens, engine.max_pinned_blocks) == (12, 4)
-            salted = await engine.pin(SYSTEM[:4], ttl=60, cache_salt="tenant")
-            assert engine.stats().usage.pinned == 4
-            for each in (pin, salted):
-                each.release()
-
-    asyncio.run(main())
+async def test_pins_of_an_async_engine(model: FakeModel) -> None:
+    async with model.async_engine() as engine:
+        pin = await engine.pin(SYSTEM, ttl=60)
+        assert (pin.num_tokens, engine.max_pinned_blocks) == (12, 4)
+        salted = await engine.pin(SYSTEM[:4], ttl=60, cache_salt="tenant")
+        assert engine.stats().usage.pinned == 4
+        for each in (pin, salted):
+            each.release()

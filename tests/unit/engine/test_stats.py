@@ -22,41 +22,37 @@ def is_exact(view: EngineView) -> bool:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_look_while_it_runs_is_of_one_moment(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+async def test_a_look_while_it_runs_is_of_one_moment(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=6, max_model_len=200, depth=depth)
 
     async def exhausted(items: AsyncIterator[Any]) -> None:
         async for _ in items:
             pass
 
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            tasks = [
-                asyncio.create_task(exhausted(engine.generate([at, 5, 6], LONG)))
-                for at in range(20)
-            ]
-            seen = 0
-            while not all(task.done() for task in tasks):
-                view = await engine.view(8)
-                assert is_exact(view)
-                running = [request for request in view.requests if request.is_running]
-                assert len(running) == view.stats.num_running
-                assert len(view.requests) <= 8
-                assert view.requests[: len(running)] == running
-                for sequence in running:
-                    assert 0 <= sequence.num_output <= sequence.max_output == 150
-                    assert (
-                        sequence.num_computed >= sequence.num_prompt - 1 or not sequence.num_output
-                    )
-                seen += 1
-                await asyncio.sleep(0)
-            assert seen > 3
-            view = await engine.view()  # nothing runs: it is woken
-            assert view.requests == [] and is_exact(view)
-        view = await engine.view()  # closed
-        assert is_exact(view)
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        tasks = [
+            asyncio.create_task(exhausted(engine.generate([at, 5, 6], LONG))) for at in range(20)
+        ]
+        seen = 0
+        while not all(task.done() for task in tasks):
+            view = await engine.view(8)
+            assert is_exact(view)
+            running = [request for request in view.requests if request.is_running]
+            assert len(running) == view.stats.num_running
+            assert len(view.requests) <= 8
+            assert view.requests[: len(running)] == running
+            for sequence in running:
+                assert 0 <= sequence.num_output <= sequence.max_output == 150
+                assert sequence.num_computed >= sequence.num_prompt - 1 or not sequence.num_output
+            seen += 1
+            await asyncio.sleep(0)
+        assert seen > 3
+        view = await engine.view()  # nothing runs: it is woken
+        assert view.requests == [] and is_exact(view)
+    view = await engine.view()  # closed
+    assert is_exact(view)
 
 
 def test_samples_are_added_up_and_waiting_ones_counted() -> None:
@@ -72,15 +68,11 @@ def test_samples_are_added_up_and_waiting_ones_counted() -> None:
     assert bench.engine.view(0).requests == []
 
 
-def test_a_look_that_fails_is_told_to_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_look_that_fails_is_told_to_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch)
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            monkeypatch.setattr(model.bench.engine, "view", lambda most: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                await engine.view()
-            monkeypatch.undo()
-            assert is_exact(await engine.view())
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        monkeypatch.setattr(model.bench.engine, "view", lambda most: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await engine.view()
+        monkeypatch.undo()
+        assert is_exact(await engine.view())

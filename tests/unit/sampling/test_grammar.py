@@ -402,7 +402,7 @@ def test_tokenizers_that_will_not_do_are_named() -> None:
         grammars(object()).matcher(ONE_OF)
 
 
-def test_an_event_loop_goes_on_while_a_grammar_is_compiled(
+async def test_an_event_loop_goes_on_while_a_grammar_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ask, go_on = grammars_module._Checker.ask, Event()
@@ -413,20 +413,16 @@ def test_an_event_loop_goes_on_while_a_grammar_is_compiled(
 
     monkeypatch.setattr(grammars_module._Checker, "ask", slow)
     model = FakeModel(monkeypatch, tokenizer=tokenizer())
+    async with model.async_engine() as engine:
 
-    async def main() -> None:
-        async with model.async_engine() as engine:
+        async def answer(form: StructuredOutputs | None) -> str:
+            params = SamplingParams(temperature=0, structured_outputs=form)
+            items = [item async for item in engine.generate([1, 2], params)]
+            return items[-1].outputs[0].text
 
-            async def answer(form: StructuredOutputs | None) -> str:
-                params = SamplingParams(temperature=0, structured_outputs=form)
-                items = [item async for item in engine.generate([1, 2], params)]
-                return items[-1].outputs[0].text
-
-            waiting = asyncio.create_task(answer(ONE_OF))
-            assert await answer(None)
-            assert not waiting.done()
-            go_on.set()
-            assert await waiting in ("yes", "no", "nothing")
-
-    asyncio.run(main())
+        waiting = asyncio.create_task(answer(ONE_OF))
+        assert await answer(None)
+        assert not waiting.done()
+        go_on.set()
+        assert await waiting in ("yes", "no", "nothing")
     model.bench.assert_all_free()

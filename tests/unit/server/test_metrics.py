@@ -266,20 +266,17 @@ def test_a_gauge_shows_what_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scraped.value("pyengine:kv_blocks", state="free") == 62
 
 
-def test_two_callers_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_callers_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch, num_blocks=256)
 
     async def last(engine: object, prompt: list[int]) -> RequestOutput:
         items = engine.generate(prompt, GREEDY)  # type: ignore[attr-defined]
         return [item async for item in items][-1]
 
-    async def main() -> tuple[EngineMetrics, list[RequestOutput]]:
-        async with model.async_engine() as engine:
-            metrics = EngineMetrics(engine, model_name="tiny")
-            prompts = [[at, 5, 6] for at in range(20)]
-            return metrics, await asyncio.gather(*(last(engine, prompt) for prompt in prompts))
-
-    metrics, outputs = asyncio.run(main())
+    async with model.async_engine() as engine:
+        metrics = EngineMetrics(engine, model_name="tiny")
+        prompts = [[at, 5, 6] for at in range(20)]
+        outputs = await asyncio.gather(*(last(engine, prompt) for prompt in prompts))
     scraped = Scraped(metrics)
     assert scraped.value("vllm:generation_tokens_total") == 20 * GREEDY.max_tokens
     assert scraped.value("vllm:request_success_total", finished_reason="length") == len(outputs)

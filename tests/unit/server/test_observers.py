@@ -49,57 +49,45 @@ def test_whoever_looks_on_needs_a_key(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("shows", [False, True])
-def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -> None:
+async def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -> None:
     app = create_app(engine, ServerSettings(show_prompts=shows))
-
-    async def main() -> str:
-        stream = app.state.observers.broadcaster.stream()
-        body = {"prompt": "between you and me", "max_tokens": 900, "ignore_eos": True}
-        transport = httpx2.ASGITransport(app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            call = asyncio.create_task(client.post("/v1/completions", json=body))
-            async for event in stream:
-                if '"running":1' in event:
-                    break
-            call.cancel()
-            await stream.aclose()
-        await app.state.observers.close()
-        return event
-
-    assert ("BETWEEN" in asyncio.run(main()).upper()) is shows
+    stream = app.state.observers.broadcaster.stream()
+    body = {"prompt": "between you and me", "max_tokens": 900, "ignore_eos": True}
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=body))
+        async for event in stream:
+            if '"running":1' in event:
+                break
+        call.cancel()
+        await stream.aclose()
+    await app.state.observers.close()
+    assert ("BETWEEN" in event.upper()) is shows
 
 
-def test_pages_are_let_go_when_the_server_drains(engine: AsyncEngine) -> None:
+async def test_pages_are_let_go_when_the_server_drains(engine: AsyncEngine) -> None:
     app = create_app(engine, ServerSettings())
-
-    async def main() -> None:
-        stream = app.state.observers.broadcaster.stream()
-        for _ in range(2):
-            await anext(stream)
-        app.state.context.is_draining = True
-        async with asyncio.timeout(2):
-            async for _ in stream:
-                pass
-
-    asyncio.run(main())
+    stream = app.state.observers.broadcaster.stream()
+    for _ in range(2):
+        await anext(stream)
+    app.state.context.is_draining = True
+    async with asyncio.timeout(2):
+        async for _ in stream:
+            pass
 
 
 @pytest.mark.parametrize("format", ["json", "text", "none"])
-def test_requests_are_logged_while_the_server_is_up(
+async def test_requests_are_logged_while_the_server_is_up(
     engine: AsyncEngine, format: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = create_app(engine, ServerSettings(log_format=format))
-
-    async def main() -> None:
-        body = {"prompt": "never to be logged", "max_tokens": 3, "ignore_eos": True}
-        transport = httpx2.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client,
-        ):
-            await client.post("/v1/completions", json=body)
-
-    asyncio.run(main())
+    body = {"prompt": "never to be logged", "max_tokens": 3, "ignore_eos": True}
+    transport = httpx2.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        await client.post("/v1/completions", json=body)
     lines = [line for line in capsys.readouterr().err.splitlines() if "prompt_tokens" in line]
     assert len(lines) == (format != "none")
     assert not [line for line in lines if "never" in line]

@@ -40,51 +40,41 @@ async def exhausted(items: AsyncIterator[Any]) -> None:
         pass
 
 
-def test_nothing_is_computed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_computed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch)
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            broadcaster = EngineBroadcaster(engine, model_name="tiny")
-            await exhausted(engine.generate([3, 4, 5], LONG))
-            assert broadcaster.num_polls == 0
-            stream = broadcaster.stream()
-            frame = await next_frame(stream)
-            assert frame["usage"]["evictable"] > 0
-            assert frame["about"]["model"] == "tiny"
-            await stream.aclose()  # type: ignore[attr-defined]
-            await asyncio.sleep(2 * page_module.FRAME_SECONDS)
-            polls = broadcaster.num_polls
-            await asyncio.sleep(3 * page_module.FRAME_SECONDS)
-            assert broadcaster.num_polls == polls
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
+        await exhausted(engine.generate([3, 4, 5], LONG))
+        assert broadcaster.num_polls == 0
+        stream = broadcaster.stream()
+        frame = await next_frame(stream)
+        assert frame["usage"]["evictable"] > 0
+        assert frame["about"]["model"] == "tiny"
+        await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(2 * page_module.FRAME_SECONDS)
+        polls = broadcaster.num_polls
+        await asyncio.sleep(3 * page_module.FRAME_SECONDS)
+        assert broadcaster.num_polls == polls
 
 
-def test_several_share_a_look_and_there_are_four_a_second(
+async def test_several_share_a_look_and_there_are_four_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=16)
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            broadcaster = EngineBroadcaster(engine, model_name="tiny")
-            busy = [
-                asyncio.create_task(exhausted(engine.generate([3, at], LONG))) for at in range(16)
-            ]
-            streams = [broadcaster.stream() for _ in range(5)]
-            start = monotonic()
-            for _ in range(4):
-                frames = [await next_frame(stream) for stream in streams]
-                assert len({frame["time"] for frame in frames}) <= 2
-                await exhausted_if_done(busy, engine)
-            span = monotonic() - start
-            assert broadcaster.num_polls <= 2 + span / page_module.FRAME_SECONDS
-            for stream in streams:
-                await stream.aclose()  # type: ignore[attr-defined]
-            await asyncio.gather(*busy)
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
+        busy = [asyncio.create_task(exhausted(engine.generate([3, at], LONG))) for at in range(16)]
+        streams = [broadcaster.stream() for _ in range(5)]
+        start = monotonic()
+        for _ in range(4):
+            frames = [await next_frame(stream) for stream in streams]
+            assert len({frame["time"] for frame in frames}) <= 2
+            await exhausted_if_done(busy, engine)
+        span = monotonic() - start
+        assert broadcaster.num_polls <= 2 + span / page_module.FRAME_SECONDS
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.gather(*busy)
 
 
 async def exhausted_if_done(busy: list[asyncio.Task[None]], engine: AsyncEngine) -> None:
@@ -93,93 +83,73 @@ async def exhausted_if_done(busy: list[asyncio.Task[None]], engine: AsyncEngine)
         busy.append(asyncio.create_task(exhausted(engine.generate([9, len(busy) % 90], LONG))))
 
 
-def test_a_stream_without_news_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_without_news_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_module, "HEARTBEAT_SECONDS", 0.3)
     model = FakeModel(monkeypatch)
+    async with model.async_engine() as engine:
+        stream = EngineBroadcaster(engine, model_name="tiny").stream()
+        events = [await anext(stream) for _ in range(4)]
+        assert events[0].startswith("retry:") and events[1].startswith("event: pool")
+        assert events[2] == events[3] == ": nothing new\n\n"
+        await stream.aclose()  # type: ignore[attr-defined]
 
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            stream = EngineBroadcaster(engine, model_name="tiny").stream()
-            events = [await anext(stream) for _ in range(4)]
-            assert events[0].startswith("retry:") and events[1].startswith("event: pool")
-            assert events[2] == events[3] == ": nothing new\n\n"
+
+async def test_who_comes_later_gets_a_frame_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(monkeypatch)
+    async with model.async_engine() as engine:
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
+        first = broadcaster.stream()
+        await next_frame(first)
+        start = monotonic()
+        second = broadcaster.stream()
+        await next_frame(second)
+        assert monotonic() - start < 0.2
+        for stream in (first, second):
             await stream.aclose()  # type: ignore[attr-defined]
 
-    asyncio.run(main())
 
-
-def test_who_comes_later_gets_a_frame_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stops_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch)
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            broadcaster = EngineBroadcaster(engine, model_name="tiny")
-            first = broadcaster.stream()
-            await next_frame(first)
-            start = monotonic()
-            second = broadcaster.stream()
-            await next_frame(second)
-            assert monotonic() - start < 0.2
-            for stream in (first, second):
-                await stream.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
+        stream = broadcaster.stream()
+        await next_frame(stream)
+        rest = asyncio.create_task(exhausted(stream))
+        await asyncio.sleep(0.05)
+        await broadcaster.close()
+        await asyncio.wait_for(rest, 1)
 
 
-def test_a_server_that_stops_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_look_that_fails_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch)
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            broadcaster = EngineBroadcaster(engine, model_name="tiny")
-            stream = broadcaster.stream()
-            await next_frame(stream)
-            rest = asyncio.create_task(exhausted(stream))
-            await asyncio.sleep(0.05)
-            await broadcaster.close()
-            await asyncio.wait_for(rest, 1)
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
+        monkeypatch.setattr(broadcaster, "_frames", None)
+        with pytest.raises(AttributeError):
+            await next_frame(broadcaster.stream())
 
 
-def test_a_look_that_fails_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeModel(monkeypatch)
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            broadcaster = EngineBroadcaster(engine, model_name="tiny")
-            monkeypatch.setattr(broadcaster, "_frames", None)
-            with pytest.raises(AttributeError):
-                await next_frame(broadcaster.stream())
-
-    asyncio.run(main())
-
-
-def test_frames_name_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_name_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame has every field that the page reads, here for a store on disk."""
     monkeypatch.setattr(offloading, "_SHORT", 8)
     model = FakeModel(monkeypatch)
     store = KVStore.in_memory(64 << 20, segment_bytes=1 << 20)
     offloader = with_store(model.bench, store)
     model._built.description.update({"kv_cache_tier": "disk", **offloader.describe()})
-
-    async def main() -> None:
-        async with model.async_engine() as engine:
-            broadcaster = EngineBroadcaster(engine, model_name="tiny")
-            await exhausted(engine.generate([*range(3, 23)], LONG))
-            assert offloader.flush(10)
-            stream = broadcaster.stream()
-            frame = await next_frame(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
-        about, used = frame["about"], names_in_page()
-        assert (about["store_tier"], about["store_bytes"]) == ("disk", 64 << 20)
-        assert used["store"] >= {"hits", "hit_bytes", "stored", "stored_bytes", "evicted", "loads"}
-        assert used["store"] <= frame["store"].keys()
-        assert used["about"] <= about.keys()
-        assert used["counters"] <= frame["counters"].keys()
-        assert frame["store"]["stored"] > 0 < frame["store"]["stored_bytes"]
-
-    asyncio.run(main())
+    async with model.async_engine() as engine:
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
+        await exhausted(engine.generate([*range(3, 23)], LONG))
+        assert offloader.flush(10)
+        stream = broadcaster.stream()
+        frame = await next_frame(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+    about, used = frame["about"], names_in_page()
+    assert (about["store_tier"], about["store_bytes"]) == ("disk", 64 << 20)
+    assert used["store"] >= {"hits", "hit_bytes", "stored", "stored_bytes", "evicted", "loads"}
+    assert used["store"] <= frame["store"].keys()
+    assert used["about"] <= about.keys()
+    assert used["counters"] <= frame["counters"].keys()
+    assert frame["store"]["stored"] > 0 < frame["store"]["stored_bytes"]
 
 
 def names_in_page() -> dict[str, set[str]]:

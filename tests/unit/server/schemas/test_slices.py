@@ -101,46 +101,38 @@ def test_responses_without_long_lists_are_serialized_at_once() -> None:
         assert b"".join(json_slices(model)).decode() == model.to_json()
 
 
-def test_the_event_loop_runs_between_slices() -> None:
+async def test_the_event_loop_runs_between_slices() -> None:
     model = completion(3000, 8)
     begin = perf_counter()
     whole = b"".join(json_slices(model))
     at_once = perf_counter() - begin
-
-    async def main() -> tuple[bytes, float, int]:
-        thread, waits = JsonThread(), []
-        task = asyncio.create_task(whole_of(thread, model))
-        while not task.done():
-            begin = perf_counter()
-            await asyncio.sleep(0.001)
-            waits.append(perf_counter() - begin)
-        thread.close()
-        return task.result(), max(waits), len(waits)
-
-    body, longest, count = asyncio.run(main())
-    assert body == whole and json.loads(body)["choices"]
-    assert longest < max(0.1, at_once / 3) and count > 5
+    thread, waits = JsonThread(), []
+    task = asyncio.create_task(whole_of(thread, model))
+    while not task.done():
+        begin = perf_counter()
+        await asyncio.sleep(0.001)
+        waits.append(perf_counter() - begin)
+    thread.close()
+    assert task.result() == whole and json.loads(whole)["choices"]
+    assert max(waits) < max(0.1, at_once / 3) and len(waits) > 5
 
 
-def test_long_responses_take_turns() -> None:
+async def test_long_responses_take_turns() -> None:
     def items(name: str, ends: list[str]) -> Iterator[int]:
         yield from range(200_000)
         ends.append(name)
 
-    async def main() -> list[str]:
-        thread, ends = JsonThread(), []  # type: ignore[var-annotated]
-        long, short = completion(1), completion(40)
-        long.choices[0].token_ids = SlicedList(200_000, lambda: items("long", ends))  # type: ignore
+    thread, ends = JsonThread(), []  # type: ignore[var-annotated]
+    long, short = completion(1), completion(40)
+    long.choices[0].token_ids = SlicedList(200_000, lambda: items("long", ends))  # type: ignore
 
-        async def wait_for(model: CompletionResponse, name: str) -> None:
-            await whole_of(thread, model)
-            ends.append(f"{name} is sent")
+    async def wait_for(model: CompletionResponse, name: str) -> None:
+        await whole_of(thread, model)
+        ends.append(f"{name} is sent")
 
-        await asyncio.gather(wait_for(long, "long"), wait_for(short, "short"))
-        thread.close()
-        return ends
-
-    assert asyncio.run(main()) == ["short is sent", "long", "long is sent"]
+    await asyncio.gather(wait_for(long, "long"), wait_for(short, "short"))
+    thread.close()
+    assert ends == ["short is sent", "long", "long is sent"]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
