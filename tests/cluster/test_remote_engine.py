@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,12 +17,11 @@ from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.engine import offloading
 from pyengine.errors import EngineClosedError, InvalidRequestError, NoReplicaError, ReplicaLostError
-from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.app import create_app
 from pyengine.server.settings import ServerSettings
 from tests.support.replicas import LocalReplicas, read, small_replica
-from tests.support.serving import alone, events_of, open_small_engine, save_small_model
+from tests.support.serving import Client, events_of, open_small_engine, save_small_model
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
@@ -45,21 +45,15 @@ def two(folder: Path) -> Iterator[tuple[Replica, Replica]]:
         replica.close()
 
 
-def over(
+@asynccontextmanager
+async def over(
     replicas: tuple[Replica, ...],
-    use: Callable[[LocalReplicas, RemoteEngine, httpx2.AsyncClient], Awaitable[Any]],
-) -> Any:
-    async def main() -> Any:
-        async with LocalReplicas(*replicas) as local:
-            engine = RemoteEngine(local, replicas[0].about())
-            app = create_app(engine, ServerSettings(), ClusterObservers)
-            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx2.AsyncClient(
-                transport=transport, base_url="http://localhost", timeout=60
-            ) as client:
-                return await use(local, engine, client)
-
-    return asyncio.run(main())
+) -> AsyncIterator[tuple[LocalReplicas, RemoteEngine, httpx2.AsyncClient]]:
+    """A server of these replicas: it, its engine and a client."""
+    async with LocalReplicas(*replicas) as local:
+        engine = RemoteEngine(local, replicas[0].about())
+        async with Client(create_app(engine, ServerSettings(), ClusterObservers)).open() as client:
+            yield local, engine, client
 
 
 async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) -> None:
@@ -72,17 +66,14 @@ async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) ->
                 await asyncio.sleep(0.01)
 
 
-def test_answers_are_those_of_one_engine_and_families_stay_together(
+async def test_answers_are_those_of_one_engine_and_families_stay_together(
     two: tuple[Replica, Replica], folder: Path
 ) -> None:
     prompts = [[*FAMILIES[n % 4], *range(n, n + 9)] for n in range(40)]
-
     with open_small_engine(folder) as one_engine:
-        expected = [
-            list(alone(one_engine, prompt, GREEDY).outputs[0].token_ids) for prompt in prompts
-        ]
+        expected = [(await read(one_engine, prompt, GREEDY))[1] for prompt in prompts]
 
-    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+    async with over(two) as (local, engine, _):
         gate = asyncio.Semaphore(6)
 
         async def answer(prompt: list[int]) -> Any:
@@ -102,11 +93,9 @@ def test_answers_are_those_of_one_engine_and_families_stay_together(
             while any(replica.num_requests for replica in router.replicas()):
                 await asyncio.sleep(0.01)
 
-    over(two, main)
 
-
-def test_the_routes_are_the_servers(two: tuple[Replica, Replica]) -> None:
-    async def main(_: Any, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+async def test_the_routes_are_the_servers(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (_, engine, client):
         body = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "temperature": 0, "n": 2}
         answer = (await client.post("/v1/completions", json=body)).json()
         assert "choices" in answer, answer
@@ -134,11 +123,10 @@ def test_the_routes_are_the_servers(two: tuple[Replica, Replica]) -> None:
         assert (await client.get("/load")).json()["num_running"] == 0
         assert engine.describe()["event_hash_seed"] == 0
 
-    over(two, main)
 
+async def test_salts_separate(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (_, _, client):
 
-def test_salts_separate(two: tuple[Replica, Replica]) -> None:
-    async def main(_: Any, __: Any, client: httpx2.AsyncClient) -> None:
         async def cached(salt: str | None) -> int:
             body = {"prompt": FAMILIES[0], "max_tokens": 1, "cache_salt": salt}
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]
@@ -150,11 +138,9 @@ def test_salts_separate(two: tuple[Replica, Replica]) -> None:
         assert (await client.post("/reset_prefix_cache")).status_code == 200
         assert await cached("one") == 0
 
-    over(two, main)
 
-
-def test_what_an_engine_refuses_is_refused_here(two: tuple[Replica, Replica]) -> None:
-    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+async def test_what_an_engine_refuses_is_refused_here(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (_, engine, _):
         salted = {"prompt_token_ids": [5, 6], "cache_salt": "one"}
         for checked in (engine, two[0].engine):
             with pytest.raises(InvalidRequestError, match="cache_salt='two' and another one"):
@@ -168,11 +154,11 @@ def test_what_an_engine_refuses_is_refused_here(two: tuple[Replica, Replica]) ->
                 checked.submit(twice[1:])
             stream.close()
 
-    over(two, main)
 
-
-def test_a_lost_replica_before_and_after_the_first_token(two: tuple[Replica, Replica]) -> None:
-    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+async def test_a_lost_replica_before_and_after_the_first_token(
+    two: tuple[Replica, Replica],
+) -> None:
+    async with over(two) as (local, engine, client):
         router = local.fleet.router
         assert router is not None
         streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]
@@ -205,42 +191,36 @@ def test_a_lost_replica_before_and_after_the_first_token(two: tuple[Replica, Rep
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert refused.json()["error"]["code"] == "no_replica"
 
-    over(two, main)
 
-
-def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_again(
+async def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_again(
     folder: Path,
 ) -> None:
     replica, other = small_replica("a", folder), small_replica("a-2", folder)
 
-    async def main(local: LocalReplicas, _: Any, client: httpx2.AsyncClient) -> None:
-        async def stream() -> list[Any]:
-            body = {"prompt": [5], "max_tokens": 900, "stream": True, "ignore_eos": True}
-            answer = await client.post("/v1/completions", json=body)
-            return events_of(answer.text)
+    with closing(replica), closing(other):
+        async with over((replica,)) as (local, _, client):
 
-        asked = asyncio.create_task(stream())
-        while not replica.engine.stats().num_new_tokens:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.05)
-        local.lose("a")
-        events = await asked
-        assert events[-1]["error"]["code"] == "replica_lost"
-        local.come_back(other)
-        await local.until_current()
-        answer = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
-        assert answer.status_code == 200
-        assert local.there["a-2"].num_requests == 1
+            async def stream() -> list[Any]:
+                body = {"prompt": [5], "max_tokens": 900, "stream": True, "ignore_eos": True}
+                answer = await client.post("/v1/completions", json=body)
+                return events_of(answer.text)
 
-    try:
-        over((replica,), main)
-    finally:
-        replica.close()
-        other.close()
+            asked = asyncio.create_task(stream())
+            while not replica.engine.stats().num_new_tokens:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            local.lose("a")
+            events = await asked
+            assert events[-1]["error"]["code"] == "replica_lost"
+            local.come_back(other)
+            await local.until_current()
+            answer = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+            assert answer.status_code == 200
+            assert local.there["a-2"].num_requests == 1
 
 
-def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> None:
-    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+async def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (local, engine, client):
         streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]
         for stream in streams:
             await anext(aiter(stream))
@@ -264,11 +244,9 @@ def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> N
             replica.num_requests == 0 for replica in router.replicas()
         )
 
-    over(two, main)
 
-
-def test_a_drain_lets_what_runs_end(two: tuple[Replica, Replica]) -> None:
-    async def main(_: Any, engine: RemoteEngine, __: Any) -> None:
+async def test_a_drain_lets_what_runs_end(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (_, engine, _):
         asked = asyncio.create_task(read(engine, [5] * 20, GREEDY))
         await asyncio.sleep(0)
         assert await engine.drain(20)
@@ -276,11 +254,9 @@ def test_a_drain_lets_what_runs_end(two: tuple[Replica, Replica]) -> None:
         with pytest.raises(EngineClosedError):
             engine.submit([engine.request([5], GREEDY)])
 
-    over(two, main)
 
-
-def test_a_drain_that_takes_too_long_aborts(two: tuple[Replica, Replica]) -> None:
-    async def main(_: Any, engine: RemoteEngine, __: Any) -> None:
+async def test_a_drain_that_takes_too_long_aborts(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (_, engine, _):
         stream = engine.submit([engine.request([5] * 20, STREAMED)])
         reader = aiter(stream)
         await anext(reader)
@@ -288,15 +264,12 @@ def test_a_drain_that_takes_too_long_aborts(two: tuple[Replica, Replica]) -> Non
         reasons = [item.outputs[0].finish_reason async for item in reader]
         assert reasons[-1] == "abort"
 
-    over(two, main)
 
-
-def test_a_replica_of_another_kind_gets_no_request(
+async def test_a_replica_of_another_kind_gets_no_request(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = small_replica("a", folder), small_replica("b", folder, event_hash_seed=9)
-
-    async def main() -> None:
+    with closing(good), closing(bad):
         async with LocalReplicas(good) as local:
             local.come_back(bad)
             async with asyncio.timeout(20):
@@ -308,15 +281,11 @@ def test_a_replica_of_another_kind_gets_no_request(
                 await read(engine, [n] * 20, GREEDY)
             assert local.there["b"].num_requests == 0
 
-    try:
-        asyncio.run(main())
-    finally:
-        good.close()
-        bad.close()
 
-
-def test_a_router_that_starts_again_is_right_after_snapshots(two: tuple[Replica, Replica]) -> None:
-    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+async def test_a_router_that_starts_again_is_right_after_snapshots(
+    two: tuple[Replica, Replica],
+) -> None:
+    async with over(two) as (local, engine, _):
         for number in range(6):
             await read(engine, [*FAMILIES[number % 3], number], GREEDY)
         running = engine.submit([engine.request([7] * 30, STREAMED)])
@@ -336,17 +305,15 @@ def test_a_router_that_starts_again_is_right_after_snapshots(two: tuple[Replica,
         assert item.num_cached_tokens == 256 and router.stats.expected_hits == 256
         await until_followed(local, two)
 
-    over(two, main)
 
-
-def test_a_clock_that_jumps_changes_nothing(
+async def test_a_clock_that_jumps_changes_nothing(
     two: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = Random(0)
     monkeypatch.setattr("time.time", lambda: random.uniform(-1e12, 1e12))
     monkeypatch.setattr("time.time_ns", lambda: random.randrange(1 << 62))
 
-    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+    async with over(two) as (local, _, client):
         router = local.fleet.router
         assert router is not None
         for number in range(8):
@@ -356,21 +323,17 @@ def test_a_clock_that_jumps_changes_nothing(
         assert router.stats.num_gaps == 0
         await until_followed(local, two)
 
-    over(two, main)
 
-
-def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) -> None:
-    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+async def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (local, engine, _):
         request = engine.request([5], GREEDY)
         local.lose("a")
         local.lose("b")
         with pytest.raises(NoReplicaError):
             engine.submit([request])
 
-    over(two, main)
 
-
-def test_replicas_on_a_folder_restore_what_one_of_them_computed(
+async def test_replicas_on_a_folder_restore_what_one_of_them_computed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller sees the tokens that were restored, and the router counts them."""
@@ -389,31 +352,26 @@ def test_replicas_on_a_folder_restore_what_one_of_them_computed(
             patched.setattr(local.fleet, "route", lambda request, among: route(request, {"b"}))
             return (await read(engine, [*prompt, at], GREEDY))[0]
 
-    async def main(local: LocalReplicas, engine: RemoteEngine, _: httpx2.AsyncClient) -> None:
-        item, _ = await read(engine, prompt, GREEDY)
-        assert item.num_restored_tokens == 0
-        restored, at = 0, 8
-        async with asyncio.timeout(60):
-            while not restored:  # a reader looks once a second
-                await asyncio.sleep(0.2)
-                restored, at = (await ask_b(local, engine, at)).num_restored_tokens, at + 1
-                two[1].engine._engine_loop._engine._manager.evict_all()
-        assert restored >= 496
-        router = local.router
-        assert router is not None
-        choice = router.choose([*prompt, 5], among={"b"})
-        assert choice.num_hits + choice.num_restorable >= 31
-        assert choice.restore_cost <= 1
-
-    try:
-        over(two, main)
-    finally:
-        for replica in two:
-            replica.close()
+    with closing(two[0]), closing(two[1]):
+        async with over(two) as (local, engine, _):
+            item, _ = await read(engine, prompt, GREEDY)
+            assert item.num_restored_tokens == 0
+            restored, at = 0, 8
+            async with asyncio.timeout(60):
+                while not restored:  # a reader looks once a second
+                    await asyncio.sleep(0.2)
+                    restored, at = (await ask_b(local, engine, at)).num_restored_tokens, at + 1
+                    two[1].engine._engine_loop._engine._manager.evict_all()
+            assert restored >= 496
+            router = local.router
+            assert router is not None
+            choice = router.choose([*prompt, 5], among={"b"})
+            assert choice.num_hits + choice.num_restorable >= 31
+            assert choice.restore_cost <= 1
 
 
-def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
-    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+async def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
+    async with over(two) as (_, engine, client):
         for number in range(4):
             await read(engine, [*FAMILIES[number % 2], number], GREEDY)
         text = (await client.get("/metrics")).text
@@ -438,10 +396,8 @@ def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
         missing = await client.get("/kv/stream", params={"replica": "c"})
         assert missing.status_code == 503 and "'c'" in missing.text
 
-    over(two, main)
 
-
-def test_replicas_explain_and_take_hints(two: tuple[Replica, Replica]) -> None:
+async def test_replicas_explain_and_take_hints(two: tuple[Replica, Replica]) -> None:
     system = "You answer in one word, and you never say why. " * 3
     mark = {"type": "ephemeral", "ttl": "60s"}
 
@@ -450,9 +406,7 @@ def test_replicas_explain_and_take_hints(two: tuple[Replica, Replica]) -> None:
         messages = [{"role": "system", "content": [part]}, {"role": "user", "content": question}]
         return {"messages": messages, "max_tokens": 2, "temperature": 0, **more}
 
-    async def main(
-        local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient
-    ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+    async with over(two) as (local, _, client):
         path = "/v1/chat/completions"
         first = await client.post(path, json=body("Why is it 14:01?"))
         assert "x-pyengine-ignored" not in first.headers
@@ -462,28 +416,19 @@ def test_replicas_explain_and_take_hints(two: tuple[Replica, Replica]) -> None:
         [shown] = second["usage"]["prompt_tokens_details"]["cache"]
         kept = (await client.get(f"/v1/requests/{second['id']}/cache")).json()
         pinned = [replica.engine.stats().usage.pinned for replica in two]
-        return pinned, shown, kept
-
-    pinned, shown, kept = over(two, main)
     assert sorted(pinned)[0] == 0 and sorted(pinned)[1] >= len(system) // 2 // 16
     assert shown["pool_tokens"] >= 16 * sorted(pinned)[1]
     assert kept["prompts"] == [shown]
     assert shown["reason"] == "new", "texts are for exact_cached_tokens alone"
 
 
-def test_a_replica_says_where_prompts_differ(two: tuple[Replica, Replica]) -> None:
+async def test_a_replica_says_where_prompts_differ(two: tuple[Replica, Replica]) -> None:
     texts = [f"It is Tuesday, 14:0{minute}, and the sun shines. " * 2 for minute in (1, 2)]
 
-    async def main(
-        local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient
-    ) -> RequestOutput:
+    async with over(two) as (local, engine, _):
         await read(engine, texts[0], GREEDY)
         await until_followed(local, two)
-        output: RequestOutput
         output, _ = await read(engine, texts[1], GREEDY)
-        return output
-
-    output = over(two, main)
     assert output.cache.reason == "diverged"
     place = output.cache.diverged_at
     differs = output.prompt_token_ids[place : place + 6]

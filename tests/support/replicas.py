@@ -6,6 +6,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from pyengine.async_engine import AsyncEngine
 from pyengine.cluster.calls import Delta, RemoteRequest
 from pyengine.cluster.fleet import Fleet, ReplicaUpdate
 from pyengine.cluster.prefix_router import PrefixRouter
@@ -127,7 +128,9 @@ def small_replica(name: str, folder: Path, **settings: Any) -> Replica:
     return Replica(name, EngineSettings(folder, **given))
 
 
-async def read(engine: RemoteEngine, prompt: PromptLike, params: SamplingParams) -> Any:
+async def read(
+    engine: RemoteEngine | AsyncEngine, prompt: PromptLike, params: SamplingParams
+) -> Any:
     """The last item of a request, and the tokens of all."""
     stream = engine.submit([engine.request(prompt, params)])
     tokens: list[int] = []

@@ -51,14 +51,16 @@ class Client:
     def context(self) -> Any:
         return self.app.state.context
 
+    def open(self) -> httpx2.AsyncClient:
+        """A client for calls from an event loop."""
+        transport = httpx2.ASGITransport(
+            self.app, raise_app_exceptions=False, root_path=self._root_path
+        )
+        return httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
+
     def run(self, use: Callable[[httpx2.AsyncClient], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            transport = httpx2.ASGITransport(
-                self.app, raise_app_exceptions=False, root_path=self._root_path
-            )
-            async with httpx2.AsyncClient(
-                transport=transport, base_url="http://localhost", timeout=60
-            ) as client:
+            async with self.open() as client:
                 return await use(client)
 
         return asyncio.run(main())

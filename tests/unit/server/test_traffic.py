@@ -1,9 +1,7 @@
 """Every refusal is counted and, within limits, logged; each key sees its own figures."""
 
-import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2
@@ -38,18 +36,6 @@ def value(text: str, name: str, **labels: str) -> float:
     return sum(lines)
 
 
-def with_lifespan(client: Client, use: Callable[[httpx2.AsyncClient], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        transport = httpx2.ASGITransport(client.app, raise_app_exceptions=False)
-        async with (
-            client.app.router.lifespan_context(client.app),
-            httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http,
-        ):
-            return await use(http)
-
-    return asyncio.run(main())
-
-
 async def refusals(http: httpx2.AsyncClient, context: Any) -> list[tuple[int, str]]:
     """One request for each kind; the statuses and codes that were expected."""
     key = bearer("one")
@@ -74,7 +60,7 @@ async def refusals(http: httpx2.AsyncClient, context: Any) -> list[tuple[int, st
 
 
 @pytest.mark.parametrize("format", ["json", "none"])
-def test_every_refusal_is_a_line_and_a_count(
+async def test_every_refusal_is_a_line_and_a_count(
     format: Any, engine: AsyncEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = make_client(
@@ -84,15 +70,12 @@ def test_every_refusal_is_a_line_and_a_count(
         max_body_mib=0.001,
         log_format=format,
     )
-
-    async def use(http: httpx2.AsyncClient) -> Any:
+    async with client.app.router.lifespan_context(client.app), client.open() as http:
         expected = await refusals(http, client.context)
         # The metrics are there while it drains, and nothing else is.
         response = await http.get("/metrics", headers=bearer("root"))
         assert response.status_code == 200
-        return expected, response.text
-
-    expected, text = with_lifespan(client, use)
+    text = response.text
     for status, code in expected:
         counted = value(text, "pyengine:http_refusals_total", status=f"{status}", code=code)
         assert counted == 1, (status, code)
@@ -110,23 +93,20 @@ def test_every_refusal_is_a_line_and_a_count(
     }
 
 
-def test_a_flood_of_refusals_is_a_few_lines(
+async def test_a_flood_of_refusals_is_a_few_lines(
     engine: AsyncEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(traffic, "monotonic", lambda: now[0])
     client = make_client(engine)
-
-    async def use(http: httpx2.AsyncClient) -> str:
+    async with client.app.router.lifespan_context(client.app), client.open() as http:
         for _ in range(50):
             await http.get("/nowhere%0Aid=forged" + "x" * 1000)
         now[0] += 2.5
         for _ in range(50):
             await http.get("/nowhere")
         await http.post(COMPLETIONS, json={})
-        return (await http.get("/metrics")).text
-
-    text = with_lifespan(client, use)
+        text = (await http.get("/metrics")).text
     lines = [line for line in capsys.readouterr().err.splitlines() if "refused=" in line]
     assert [line.split("refused=")[1][:3] for line in lines] == ["404"] * 7 + ["400"]
     assert "left_out=45" in lines[5] and max(map(len, lines)) < 400

@@ -20,21 +20,22 @@ _OF_FILES: dict[str, Any] = {
     "vocab_size": 32000,
 }
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 _ODD: dict[str, Any] = {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}
 
 
 def config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
-    hidden, middle, layers, heads, kv_heads = sizes
-    return {
-        **_OF_FILES,
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": middle,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        **more,
-    }
+    return {**_OF_FILES, "model_type": model_type, **sizes_of(*sizes), **more}
+
+
+def sizes_of(*sizes: int) -> dict[str, int]:
+    return dict(zip(_SIZES, sizes, strict=True))
 
 
 RELEASED = {

@@ -12,25 +12,17 @@ import pytest
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import spec_of
-from tests.unit.models.decoder.test_released import RELEASED, config
+from tests.unit.models.decoder.test_released import RELEASED, config, sizes_of
 
-_LLAMA3_2 = {
-    "factor": 32.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
 _LONG = {"long_factor": [1.1] * 48, "short_factor": [1.05] * 48}
-_DEEPSEEK_YARN = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "factor": 40,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
-}
+_LLAMA3 = RELEASED["Llama-3.1"]["rope_scaling"]
+
+
+def like(name: str, *sizes: int, **changed: Any) -> dict[str, Any]:
+    """That release with other values; its sizes, if they differ, in the order of `config`."""
+    return {**RELEASED[name], **(sizes_of(*sizes) if sizes else {}), **changed}
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "Llama-2-chat": config(
         *("llama", 4096, 11008, 32, 32, 32),
@@ -43,14 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "TinyLlama-Chat": config(
         *("llama", 2048, 5632, 22, 32, 4), max_position_embeddings=2048, rms_norm_eps=1e-05
     ),
-    "Llama-3.2-Instruct": config(
-        *("llama", 2048, 8192, 16, 32, 8),
-        attention_bias=False,
+    "Llama-3.2-Instruct": like(
+        *("Llama-3.1", 2048, 8192, 16, 32, 8),
         head_dim=64,
-        max_position_embeddings=131072,
-        mlp_bias=False,
-        rope_scaling=_LLAMA3_2,
-        rope_theta=500000.0,
+        rope_scaling={**_LLAMA3, "factor": 32.0},
         tie_word_embeddings=True,
         unsloth_fixed=True,
     ),
@@ -74,37 +62,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
         use_mrope=False,
         use_sliding_window=False,
     ),
-    "Qwen2.5-Instruct-yarn": config(
-        *("qwen2", 3584, 18944, 28, 28, 4),
+    "Qwen2.5-Instruct-yarn": like(
+        *("Qwen2.5", 3584, 18944, 28, 28, 4),
         max_window_layers=28,
-        rope_scaling={
-            "factor": 4.0,
-            "original_max_position_embeddings": 32768,
-            "type": "yarn",
-        },
-        rope_theta=1000000.0,
+        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
         sliding_window=131072,
-        use_sliding_window=False,
+        tie_word_embeddings=False,
     ),
-    "Qwen3-Instruct-2507": config(
-        *("qwen3", 2560, 9728, 36, 32, 8),
-        attention_bias=False,
-        head_dim=128,
+    "Qwen3-Instruct-2507": like(
+        *("Qwen3", 2560, 9728, 36, 32, 8),
         max_position_embeddings=262144,
         max_window_layers=36,
-        rope_scaling=None,
         rope_theta=5000000,
-        sliding_window=None,
         tie_word_embeddings=True,
-        use_sliding_window=False,
     ),
     "Mistral-v0.1": config("mistral", 4096, 14336, 32, 32, 8, sliding_window=4096),
-    "Mistral-Nemo-Instruct": config(
-        *("mistral", 5120, 14336, 40, 32, 8),
+    "Mistral-Nemo-Instruct": like(
+        *("Mistral", 5120, 14336, 40, 32, 8),
         head_dim=128,
         max_position_embeddings=131072,
         rope_theta=1000000.0,
-        sliding_window=None,
     ),
     "Ministral-3-Instruct": config(
         *("ministral3", 4096, 14336, 34, 32, 8),
@@ -134,17 +111,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         rope_scaling=None,
         rope_theta=10000.0,
     ),
-    "gemma-2-it": config(
-        *("gemma2", 3584, 14336, 42, 16, 8),
-        attn_logit_softcapping=50.0,
-        cache_implementation="hybrid",
-        final_logit_softcapping=30.0,
-        head_dim=256,
+    "gemma-2-it": like(
+        *("Gemma-2", 3584, 14336, 42, 16, 8),
         hidden_act="gelu_pytorch_tanh",
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=256,
         rope_theta=10000.0,
-        sliding_window=4096,
         sliding_window_size=4096,
     ),
     "Phi-3-mini-4k": config(
@@ -167,43 +137,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         rope_scaling={**_LONG, "type": "longrope"},
         sliding_window=262144,
     ),
-    "Phi-3-128k": config(
-        *("phi3", 3072, 8192, 32, 32, 32),
-        max_position_embeddings=131072,
-        original_max_position_embeddings=4096,
-        rope_scaling={**_LONG, "type": "su"},
-        sliding_window=262144,
+    "OLMo-2-Instruct": like(
+        "OLMo-2", 4096, 11008, 32, 32, 32, max_position_embeddings=4096, rope_theta=500000
     ),
-    "OLMo-2-Instruct": config(
-        *("olmo2", 4096, 11008, 32, 32, 32),
-        attention_bias=False,
-        max_position_embeddings=4096,
-        rope_scaling=None,
-        rope_theta=500000,
-    ),
-    "Olmo-3-Instruct": config(
-        *("olmo3", 4096, 11008, 4, 32, 32),
-        layer_types=[*["sliding_attention"] * 3, "full_attention"],
-        max_position_embeddings=65536,
-        rope_scaling={
-            "attention_factor": 1.2079441541679836,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "yarn",
-        },
-        rope_theta=500000,
-        sliding_window=4096,
-    ),
-    "granite-3.3-instruct": config(
-        *("granite", 4096, 12800, 40, 32, 8),
-        attention_bias=False,
+    "granite-3.3-instruct": like(
+        *("Granite", 4096, 12800, 40, 32, 8),
         attention_multiplier=0.0078125,
-        embedding_multiplier=12.0,
         logits_scaling=16.0,
         mlp_bias=False,
-        residual_multiplier=0.22,
         rope_theta=10000000.0,
         tie_word_embeddings=True,
     ),
@@ -233,13 +174,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         sliding_window=32768,
         use_sliding_window=False,
     ),
-    "Mixtral-Instruct": config(
-        *("mixtral", 4096, 14336, 32, 32, 8),
-        num_experts_per_tok=2,
-        num_local_experts=8,
-        rope_theta=1000000.0,
-        sliding_window=None,
-    ),
+    "Mixtral-Instruct": like("Mixtral", rope_theta=1000000.0),
     "MiniMax-M2": config(
         *("minimax_m2", 3072, 1536, 62, 48, 8),
         attn_type_list=[1] * 62,
@@ -316,31 +251,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         topk_method="noaux_tc",
         v_head_dim=256,
     ),
-    "DeepSeek-R1": config(
-        *("deepseek_v3", 7168, 18432, 61, 128, 128),
-        ep_size=1,
-        first_k_dense_replace=3,
-        kv_lora_rank=512,
-        max_position_embeddings=163840,
-        moe_intermediate_size=2048,
-        moe_layer_freq=1,
-        n_group=8,
-        n_routed_experts=256,
-        n_shared_experts=1,
-        norm_topk_prob=True,
-        num_experts_per_tok=8,
-        num_nextn_predict_layers=1,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        rope_scaling=_DEEPSEEK_YARN,
-        rope_theta=10000,
-        routed_scaling_factor=2.5,
-        scoring_func="sigmoid",
-        topk_group=4,
-        topk_method="noaux_tc",
-        v_head_dim=128,
-    ),
+    "DeepSeek-R1": like("DeepSeek-V3", num_experts_per_tok=8, rope_theta=10000),
     "Minitron": config(
         *("nemotron", 4096, 16384, 32, 48, 8),
         head_dim=128,
@@ -362,41 +273,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         use_parallel_residual=False,
         use_qkv_bias=True,
     ),
-    "starcoder2-15b-instruct": {
-        **config("starcoder2", 6144, 24576, 40, 48, 4),
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 16384,
-        "norm_epsilon": 1e-05,
-        "norm_type": "layer_norm",
-        "mlp_type": "default",
-        "rope_theta": 100000,
-        "sliding_window": 4096,
-        "use_bias": True,
-    },
-    "gpt-oss-120b": config(
-        *("gpt_oss", 2880, 2880, 4, 64, 8),
-        attention_bias=True,
-        experts_per_token=4,
-        head_dim=64,
-        initial_context_length=4096,
+    "starcoder2-15b-instruct": like(
+        *("StarCoder2", 6144, 24576, 40, 48, 4),
+        max_position_embeddings=16384,
+        rope_theta=100000,
+    ),
+    "gpt-oss-120b": like(
+        *("gpt-oss", 2880, 2880, 4, 64, 8),
         layer_types=["sliding_attention", "full_attention"] * 2,
         max_position_embeddings=131072,
-        num_experts_per_tok=4,
         num_local_experts=128,
         output_router_logits=False,
         rms_norm_eps=1e-05,
-        rope_scaling={
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        rope_theta=150000,
         router_aux_loss_coef=0.9,
-        sliding_window=128,
-        swiglu_limit=7.0,
     ),
     "gemma-4-e2b (text)": config(
         *("gemma4_text", 1536, 6144, 30, 8, 1),
@@ -435,21 +324,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         sliding_window=4096,
         use_qk_norm=False,
     ),
-    "EXAONE-4.0-32B": config(
-        *("exaone4", 5120, 27392, 4, 40, 8),
+    "EXAONE-4.0-32B": like(
+        *("EXAONE-4", 5120, 27392, 4, 40, 8),
         head_dim=128,
         layer_types=[*["sliding_attention"] * 3, "full_attention"],
         max_position_embeddings=131072,
-        rope_scaling={
-            "factor": 16.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
+        rope_scaling={**_LLAMA3, "factor": 16.0},
         rope_theta=1000000,
         sliding_window=4096,
-        sliding_window_pattern="LLLG",
     ),
     "granite-4 (windows)": config(
         *("granite_swa", 2560, 8192, 4, 20, 4),
@@ -458,55 +340,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
         layer_types=[*["full_attention"], *["sliding_attention"] * 2, "full_attention"],
         sliding_window=128,
     ),
-    "GLM-4-0414": config(
-        *("glm4", 4096, 13696, 40, 32, 2),
-        attention_bias=False,
-        head_dim=128,
-        max_position_embeddings=32768,
-        partial_rotary_factor=0.5,
-        rms_norm_eps=1e-05,
-        rope_theta=10000.0,
+    "GLM-4-0414": like(
+        "GLM-4", attention_bias=False, max_position_embeddings=32768, rope_theta=10000.0
     ),
-    "GLM-4.5-Air": config(
-        *("glm4_moe", 4096, 10944, 46, 96, 8),
+    "GLM-4.5-Air": like(
+        "GLM-4.5",
         attention_bias=True,
-        first_k_dense_replace=1,
-        head_dim=128,
         max_position_embeddings=131072,
-        moe_intermediate_size=1408,
-        n_group=1,
-        n_routed_experts=128,
-        n_shared_experts=1,
-        norm_topk_prob=True,
         num_experts_per_tok=8,
-        num_nextn_predict_layers=1,
-        partial_rotary_factor=0.5,
         rope_scaling=None,
         rope_theta=1000000,
         routed_scaling_factor=1.0,
-        topk_group=1,
-        use_qk_norm=False,
     ),
-    "Qwen3-Coder-A3B": config(
-        *("qwen3_moe", 2048, 5472, 48, 32, 4),
-        decoder_sparse_step=1,
-        head_dim=128,
+    "Qwen3-Coder-A3B": like(
+        *("Qwen3-A3B", 2048, 5472, 48, 32, 4),
         max_position_embeddings=262144,
         max_window_layers=28,
-        mlp_only_layers=[],
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        num_experts=128,
-        num_experts_per_tok=8,
         qkv_bias=False,
         rope_scaling=None,
         rope_theta=10000000,
         shared_expert_intermediate_size=0,
-        sliding_window=None,
         use_qk_norm=True,
-        use_sliding_window=False,
     ),
 }
+VARIANTS["Phi-3-128k"] = {**VARIANTS["Phi-3.5-mini"], "rope_scaling": {**_LONG, "type": "su"}}
 _REFUSED = {"Phi-3-128k"}
 """Older names of LongRoPE that transformers does not take any more."""
 _ALL = {**RELEASED, **VARIANTS}

@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import pytest
 
 from pyengine.async_engine import AsyncEngine
@@ -45,8 +44,8 @@ def test_a_single_key_is_the_operators(keys: tuple[str, ...], engine: AsyncEngin
     assert (client.get("/kv", headers=bearer("one")).status_code == 200) is (len(keys) == 1)
 
 
-def test_an_admin_ends_any_request_and_a_client_its_own(tenants: Client) -> None:
-    async def use(http: httpx2.AsyncClient) -> Any:
+async def test_an_admin_ends_any_request_and_a_client_its_own(tenants: Client) -> None:
+    async with tenants.open() as http:
         body = {**LONG, "request_id": "mine"}
         first = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=bearer("one")))
         while not tenants.context.live:
@@ -57,9 +56,7 @@ def test_an_admin_ends_any_request_and_a_client_its_own(tenants: Client) -> None
             answer = await http.post("/abort_requests", json=ids, headers=bearer(key))
             answers.append(answer.json()["aborted"])
         await first
-        return answers
-
-    assert tenants.run(use) == [[], ["mine"]]
+    assert answers == [[], ["mine"]]
 
 
 def test_a_client_resets_what_its_own_key_has_cached(tenants: Client) -> None:

@@ -197,10 +197,10 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
         yield engine
 
 
-def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
+async def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
     client = make_client(narrow)
+    async with client.open() as http:
 
-    async def use(http: httpx2.AsyncClient) -> Any:
         async def ask(body: Any) -> httpx2.Response:
             return await http.post(COMPLETIONS, json=body)
 
@@ -216,12 +216,9 @@ def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
         await narrow.abort(next(iter(client.context.live)))
         ended = [await first, await second]
         later = await ask({**GOOD, "prompt": [[5], [6]]})
-        assert (status_of(unread), taken) == (503, 0)  # before its body was read
-        return [*ended, third, batch, later]
-
-    first, second, third, batch, later = client.run(use)
-    assert (first.status_code, second.status_code) == (200, 200)
-    assert first.json()["choices"][0]["finish_reason"] == "abort"
+    assert (status_of(unread), taken) == (503, 0)  # before its body was read
+    assert [answer.status_code for answer in ended] == [200, 200]
+    assert ended[0].json()["choices"][0]["finish_reason"] == "abort"
     assert error_of(third, 503)["code"] == "queue_full"
     assert int(third.headers["retry-after"]) >= 1
     assert error_of(batch, 503)["code"] == "queue_full"

@@ -378,14 +378,13 @@ def test_priorities_are_taken_as_far_as_the_server_lets(client: Client) -> None:
     assert "from -3 to 3" in error["message"]
 
 
-def test_no_thread_is_taken_for_a_request(client: Client) -> None:
-    async def use(http: Any) -> list[str]:
+async def test_no_thread_is_taken_for_a_request(client: Client) -> None:
+    async with client.open() as http:
         body = {"prompt": [5, 6], "max_tokens": 2}
         calls = [http.post("/v1/completions", json=body) for _ in range(8)]
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
-        return [thread.name for thread in threading.enumerate()]
-
-    assert not [name for name in client.run(use) if "AnyIO" in name]
+        names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if "AnyIO" in name]
 
 
 @pytest.mark.parametrize("stream", [False, True])

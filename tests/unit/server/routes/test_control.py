@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
@@ -35,8 +34,8 @@ async def until_live(client: Client, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], [[5, 6], [7, 8]]])
-def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
-    async def use(http: httpx2.AsyncClient) -> Any:
+async def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
+    async with client.open() as http:
         headers = {"x-request-id": "trace"}
         body = {**LONG, "prompt": prompt}
         calls = [http.post(COMPLETIONS, json=body, headers=headers) for _ in range(4)]
@@ -45,9 +44,7 @@ def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
         await until_live(client, 5)
         aborted = await http.post("/abort_requests", json={"request_ids": ["trace", "yours"]})
         assert aborted.json() == {"aborted": ["trace"]}
-        return await asyncio.gather(*tasks)
-
-    answers = client.run(use)
+        answers = await asyncio.gather(*tasks)
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-request-id"] for answer in answers} == {"trace"}
     assert len({answer.json()["id"] for answer in answers}) == 5
@@ -56,25 +53,23 @@ def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(COMPLETIONS, "cmpl-"), (CHAT, "chatcmpl-")])
-def test_a_call_is_aborted_by_the_id_of_its_answer(path: str, prefix: str, client: Client) -> None:
+async def test_a_call_is_aborted_by_the_id_of_its_answer(
+    path: str, prefix: str, client: Client
+) -> None:
     body = LONG if path == COMPLETIONS else CHATTING
-
-    async def use(http: httpx2.AsyncClient) -> Any:
+    async with client.open() as http:
         several = [asyncio.create_task(http.post(path, json=body)) for _ in range(2)]
         first, second = await until_live(client, 2)
         for name in (first, second):
             ids = {"request_ids": [f"{prefix}{name}"]}
             assert (await http.post("/abort_requests", json=ids)).json()["aborted"]
-        return await asyncio.gather(*several)
-
-    for answer in client.run(use):
-        assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        for answer in await asyncio.gather(*several):
+            assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
+async def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
     client = make_client(engine, api_key=("one", "two"))
-
-    async def use(http: httpx2.AsyncClient) -> Any:
+    async with client.open() as http:
         body = {**LONG, "request_id": "mine"}
         first = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=KEY))
         await until_live(client, 1)
@@ -84,9 +79,7 @@ def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
             body = {"request_ids": ["mine"]}
             answers.append((await http.post("/abort_requests", json=body, headers=headers)).json())
         await first
-        return answers
-
-    assert client.run(use) == [{"aborted": []}, {"aborted": ["mine"]}]
+    assert answers == [{"aborted": []}, {"aborted": ["mine"]}]
 
 
 def test_all_routes_are_of_the_kind_that_reads_strict_json(client: Client) -> None:
