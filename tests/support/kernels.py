@@ -7,8 +7,10 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -20,16 +22,41 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_apart(module: str, function: str, *arguments: str, **environment: str) -> None:
+def run_apart(module: str, function: str, *arguments: Any, **environment: str) -> None:
     """Call `function` of `module` in a process with this in its environment."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from {module} import {function} as run; run(*{arguments})"],
+        [sys.executable, "-c", f"import {module}; {module}.{function}(*{arguments})"],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def in_interpreter(test: Callable[..., None]) -> Callable[..., None]:
+    """A test in a process of its own, where Triton's interpreter runs the kernels."""
+
+    @needs_triton
+    @wraps(test)
+    def run(**arguments: Any) -> None:
+        function = f"{test.__name__}.__wrapped__"
+        run_apart(test.__module__, function, *arguments.values(), TRITON_INTERPRET="1")
+
+    return run
+
+
+def in_compiler(test: Callable[[], None]) -> Callable[[], None]:
+    """A test in a process of its own, where Triton compiles kernels and no cache has them."""
+
+    @needs_triton
+    @wraps(test)
+    def run() -> None:
+        with TemporaryDirectory() as cache:
+            function = f"{test.__name__}.__wrapped__"
+            run_apart(test.__module__, function, TRITON_CACHE_DIR=cache)
+
+    return run
 
 
 @contextmanager

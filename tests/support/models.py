@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from pyengine.kv_cache.pool import KVCacheSpec
-from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.fallback import FallbackModel, attending_layers
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
-from pyengine.utils.dtypes import DType
 
 BY_TORCH = KernelSettings(is_compiled=True, linear_backend="torch")
 """Settings that choose torch's kernels."""
@@ -32,24 +29,6 @@ def as_loaded(
     return replace(loaded, path=Path("none"), name="random")
 
 
-def has_decoder(family: str) -> bool:
-    """True if models of a family run in a decoder of ours."""
-    return family in TABLE
-
-
 def as_fallback(module: Any) -> FallbackModel:
     """A module that runs as it is."""
     return FallbackModel(module, attending_layers(module), "a test")
-
-
-def cache_specs_of(module: Any, dtype: DType, kv_shards: int = 1) -> list[KVCacheSpec]:
-    """The KV cache of every layer of a module."""
-    return [
-        KVCacheSpec(layer.kv_heads // kv_shards, layer.head_dim_k, layer.head_dim_v, dtype)
-        for layer in attending_layers(module)
-    ]
-
-
-def windows_of(module: Any) -> list[int | None]:
-    """The window of every layer of a module."""
-    return [layer.window for layer in attending_layers(module)]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support.cases import check_cases
-from tests.support.kernels import machine_code, needs_triton, run_apart
+from tests.support.kernels import in_compiler, in_interpreter, machine_code
 
 ULP = {torch.float32: 1e-6, torch.float16: 2.0**-10}
 
@@ -58,11 +58,8 @@ def compare(case: dict[str, Any]) -> None:
     torch.testing.assert_close(normed.double(), exact, rtol=4 * ULP[dtype], atol=4 * ULP[dtype])
 
 
-def compare_cases() -> None:
-    check_cases(compare, 40, case=cases())
-
-
-def to_machine_code() -> None:
+@in_compiler
+def test_it_becomes_machine_code() -> None:
     """For GPUs of several generations."""
     from pyengine.kernels.add_norm import _kernel
 
@@ -80,11 +77,6 @@ def to_machine_code() -> None:
     assert len(machine_code(_kernel, own, constants, 90, 8)) > 1000
 
 
-@needs_triton
+@in_interpreter
 def test_rows_are_added_and_normalised() -> None:
-    run_apart(__name__, "compare_cases", TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_it_becomes_machine_code(tmp_path: Any) -> None:
-    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))
+    check_cases(compare, 40, case=cases())

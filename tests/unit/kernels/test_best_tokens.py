@@ -13,7 +13,7 @@ from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.sampler import sample
 from pyengine.sampling_params import SamplingParams
 from tests.support.cases import check_cases
-from tests.support.kernels import LoadedBytes, needs_triton, run_apart
+from tests.support.kernels import LoadedBytes, in_compiler, in_interpreter
 from tests.support.logits import batch_of
 from tests.unit.kernels.test_draw import make_logits
 
@@ -45,7 +45,9 @@ def compare(top: list[int], kind: str, vocab_size: int, dtype: torch.dtype, seed
     assert_same(by_kernels(logits, tokens, top, torch.arange(1, count + 1)), expected)
 
 
-def _compare_so_many(count: int) -> None:
+@pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.soak)])
+@in_interpreter
+def test_log_probabilities_are_those_of_the_cpu(count: int) -> None:
     check_cases(
         compare,
         count,
@@ -57,15 +59,8 @@ def _compare_so_many(count: int) -> None:
     )
 
 
-def compare_some() -> None:
-    _compare_so_many(15)
-
-
-def compare_many() -> None:
-    _compare_so_many(1000)
-
-
-def chunks_of_rows() -> None:
+@in_interpreter
+def test_chunks_of_rows() -> None:
     """In the interpreter: many rows, a few at a time, have the bits that each has alone."""
     logits = make_logits("ties", 30, 1000, 5).to(torch.bfloat16)
     tokens, top = torch.arange(30), [3] * 10 + [0] * 10 + [20] * 10
@@ -79,7 +74,8 @@ def chunks_of_rows() -> None:
     assert alone == whole[::7]
 
 
-def some_rows_of_a_step() -> None:
+@in_interpreter
+def test_some_rows_of_a_step() -> None:
     """In the interpreter: rows with log-probabilities beside others."""
     params = [SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0)] * 3
     logits = make_logits("flat", 6, 700, 9)
@@ -92,7 +88,8 @@ def some_rows_of_a_step() -> None:
     )
 
 
-def broken_rows() -> None:
+@in_interpreter
+def test_rows_without_a_distribution() -> None:
     """In the interpreter: rows without a distribution end, and have no figures."""
     logits = torch.randn(3, 2000)
     logits[0, 1500] = math.nan
@@ -103,13 +100,8 @@ def broken_rows() -> None:
     assert all(not math.isfinite(entry.logprob) for entry in entries)
 
 
-def special_rows() -> None:
-    chunks_of_rows()
-    some_rows_of_a_step()
-    broken_rows()
-
-
-def bytes_read() -> None:
+@in_interpreter
+def test_logits_are_read_once() -> None:
     """In the interpreter: the logits are read once, and a tenth of them again at most."""
     vocab_size = 151_936
     logits = make_logits("flat", 1, vocab_size, 1).to(torch.bfloat16)
@@ -120,25 +112,9 @@ def bytes_read() -> None:
         assert whole <= loaded.count <= (1.2 if count else 1.001) * whole, loaded.count / whole
 
 
-@needs_triton
-@pytest.mark.parametrize("check", ["compare_some", "special_rows", "bytes_read"])
-def test_log_probabilities_are_those_of_the_cpu(check: str) -> None:
-    run_apart(__name__, check, TRITON_INTERPRET="1")
-
-
-def check_specialisation() -> None:
+@in_compiler
+def test_the_kernel_is_not_compiled_again_for_another_number_of_tokens() -> None:
     from pyengine.kernels.best_tokens import _best_kernel
 
     free = {parameter.name for parameter in _best_kernel.params if parameter.do_not_specialize}
     assert free == {"num_logprobs"}
-
-
-@needs_triton
-def test_the_kernel_is_not_compiled_again_for_another_number_of_tokens() -> None:
-    run_apart(__name__, "check_specialisation")
-
-
-@needs_triton
-@pytest.mark.soak
-def test_log_probabilities_are_those_of_the_cpu_in_many_cases() -> None:
-    run_apart(__name__, "compare_many", TRITON_INTERPRET="1")

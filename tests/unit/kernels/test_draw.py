@@ -16,7 +16,7 @@ from pyengine.sampling.state import uniforms
 from pyengine.sampling.tensor_operations import draw_by_kernels
 from pyengine.sampling_params import SamplingParams
 from tests.support.cases import check_cases
-from tests.support.kernels import needs_triton, run_apart
+from tests.support.kernels import in_interpreter
 from tests.support.logits import batch_of, requests, tensor_of
 from tests.support.logits import make_logits as logits_of
 
@@ -52,7 +52,9 @@ def compare(
     assert by_kernels(logits, params, positions) == draw(logits, draws, positions).tolist()
 
 
-def _compare_so_many(count: int) -> None:
+@pytest.mark.parametrize("count", [30, pytest.param(1500, marks=pytest.mark.soak)])
+@in_interpreter
+def test_the_kernels_draw_what_the_cpu_draws(count: int) -> None:
     check_cases(
         compare,
         count,
@@ -65,15 +67,8 @@ def _compare_so_many(count: int) -> None:
     )
 
 
-def compare_some() -> None:
-    _compare_so_many(30)
-
-
-def compare_many() -> None:
-    _compare_so_many(1500)
-
-
-def rows_alone() -> None:
+@in_interpreter
+def test_a_row_has_the_token_that_it_has_alone() -> None:
     """In the interpreter: a row has the token that it has alone."""
     params = [
         SamplingParams(temperature=1),
@@ -94,7 +89,8 @@ def rows_alone() -> None:
         assert own.tolist() == [together[row]]
 
 
-def broken_logits() -> None:
+@in_interpreter
+def test_rows_without_a_choice() -> None:
     """In the interpreter: a row without a choice gives a token that shows it."""
     rows = torch.randn(4, 9000)
     rows[0, 8000] = math.nan
@@ -110,15 +106,3 @@ def broken_logits() -> None:
         chosen = [float(rows[row, token]) for row, token in enumerate(tokens)]
         assert math.isnan(chosen[0]) and chosen[1:3] == [-math.inf, math.inf]
         assert math.isfinite(chosen[3])
-
-
-@needs_triton
-@pytest.mark.parametrize("check", ["compare_some", "rows_alone", "broken_logits"])
-def test_the_kernels_draw_what_the_cpu_draws(check: str) -> None:
-    run_apart(__name__, check, TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.soak
-def test_the_kernels_draw_what_the_cpu_draws_in_many_cases() -> None:
-    run_apart(__name__, "compare_many", TRITON_INTERPRET="1")

@@ -11,7 +11,7 @@ from pyengine.sampling.state import uniforms
 from pyengine.sampling.tensor_operations import draw_by_kernels
 from pyengine.sampling_params import SamplingParams
 from tests.support.cases import check_cases
-from tests.support.kernels import LoadedBytes, needs_triton, run_apart
+from tests.support.kernels import LoadedBytes, in_interpreter
 from tests.support.logits import batch_of, requests
 from tests.support.operators import Sorts
 from tests.unit.kernels.test_draw import by_kernels, make_logits
@@ -57,7 +57,9 @@ def compare(
     assert kernel_floors(logits, params) == expected
 
 
-def _compare_so_many(count: int) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(1500, marks=pytest.mark.soak)])
+@in_interpreter
+def test_floors_are_those_of_a_sort(count: int) -> None:
     check_cases(
         compare,
         count,
@@ -69,15 +71,8 @@ def _compare_so_many(count: int) -> None:
     )
 
 
-def compare_some() -> None:
-    _compare_so_many(20)
-
-
-def compare_many() -> None:
-    _compare_so_many(1500)
-
-
-def exact_limits() -> None:
+@in_interpreter
+def test_exact_limits() -> None:
     """In the interpreter: a cumulated weight equal to the limit ends the nucleus, as on the CPU."""
     logits = torch.arange(20_000, dtype=torch.float32).flip(0)
     levels = torch.zeros(20_000)
@@ -96,7 +91,8 @@ def exact_limits() -> None:
     assert kernel_floors(rows, params) == expected
 
 
-def rows_without_a_distribution() -> None:
+@in_interpreter
+def test_rows_without_a_distribution() -> None:
     """In the interpreter: they end the search, and stay as they are."""
     rows = torch.randn(5, 3000)
     rows[0, 2900] = math.nan
@@ -117,7 +113,8 @@ def rows_without_a_distribution() -> None:
         assert tokens[3] == 0
 
 
-def strided_rows() -> None:
+@in_interpreter
+def test_strided_rows() -> None:
     """In the interpreter: logits inside wider rows, and in columns."""
     wide = make_logits("flat", 4, 5000, 3)
     params = [SamplingParams(temperature=1, top_p=0.7), SamplingParams(temperature=1, top_k=9)] * 2
@@ -130,7 +127,8 @@ def strided_rows() -> None:
     assert draw_by_kernels(part.t().contiguous().t(), draws, numbers).tolist() == expected
 
 
-def no_sort() -> None:
+@in_interpreter
+def test_no_filter_sorts() -> None:
     """In the interpreter: no filter puts the vocabulary in order."""
     logits = torch.randn(4, 3000)
     params = [
@@ -144,14 +142,8 @@ def no_sort() -> None:
     assert sorts.seen == []
 
 
-def special_rows() -> None:
-    no_sort()
-    exact_limits()
-    rows_without_a_distribution()
-    strided_rows()
-
-
-def bytes_read() -> None:
+@in_interpreter
+def test_bytes_read() -> None:
     """In the interpreter: filters read less than a tenth of likely rows again, flat rows twice."""
     vocab_size = 151_936
     flat = make_logits("flat", 1, vocab_size, 1)
@@ -169,15 +161,3 @@ def bytes_read() -> None:
             by_kernels(half, [params], [0])
         passes = loaded.count / (vocab_size * 2)
         assert 1 <= passes <= limit, (params, passes)
-
-
-@needs_triton
-@pytest.mark.parametrize("check", ["compare_some", "special_rows", "bytes_read"])
-def test_floors_are_those_of_a_sort(check: str) -> None:
-    run_apart(__name__, check, TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.soak
-def test_floors_are_those_of_a_sort_in_many_cases() -> None:
-    run_apart(__name__, "compare_many", TRITON_INTERPRET="1")

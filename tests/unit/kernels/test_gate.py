@@ -6,13 +6,14 @@ import torch
 
 from pyengine.models.decoder.spec import MLP, ClampedGate
 from pyengine.models.decoder.torch_kernels import TorchKernels
-from tests.support.kernels import machine_code, needs_triton, run_apart
+from tests.support.kernels import in_compiler, in_interpreter, machine_code
 
 ACTIVATIONS: tuple[Any, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 CLAMPED = ClampedGate(alpha=1.7, limit=2.0)
 
 
-def compare() -> None:
+@in_interpreter
+def test_gates_are_those_of_torch() -> None:
     """In the interpreter: what torch gives in float64, rounded; NaN stays NaN."""
     from pyengine.kernels.gate import Gate, gated
 
@@ -32,7 +33,8 @@ def compare() -> None:
     assert all(gated(rows, gate).isnan().all() for gate in gates.values())
 
 
-def to_machine_code() -> None:
+@in_compiler
+def test_the_kernel_becomes_machine_code() -> None:
     """Every activation, for GPUs of several generations."""
     from pyengine.kernels.gate import _kernel
 
@@ -42,13 +44,3 @@ def to_machine_code() -> None:
             constants = {"size": 3072, "activation": activation, "alpha": 1.7, "limit": 7.0}
             constants["block"] = 1024
             assert len(machine_code(_kernel, kinds, constants, capability, 4)) > 1000
-
-
-@needs_triton
-def test_gates_are_those_of_torch() -> None:
-    run_apart(__name__, "compare", TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_the_kernel_becomes_machine_code(tmp_path: Any) -> None:
-    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))

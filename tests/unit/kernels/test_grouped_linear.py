@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from pyengine.models.decoder.grouped import group_pairs
-from tests.support.kernels import machine_code, needs_triton, run_apart
+from tests.support.kernels import in_compiler, in_interpreter, machine_code
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -28,7 +28,8 @@ def expected(
     return torch.stack(results)
 
 
-def compare() -> None:
+@in_interpreter
+def test_pairs_are_multiplied_by_the_weights_of_their_groups() -> None:
     """In the interpreter: every pair is multiplied by the weight of its group, in any layout.
 
     Not in bfloat16: the interpreter's product takes the bits for integers (triton 3.9).
@@ -84,7 +85,8 @@ def exact_rows(num_rows: int, inputs: int) -> torch.Tensor:
     return numbers
 
 
-def compare_scaled() -> None:
+@in_interpreter
+def test_weights_in_8_bit_floats_have_scales() -> None:
     """In the interpreter: 8-bit floats with a scale a row, or a square of 128."""
     from pyengine.kernels.grouped_linear import grouped_linear
 
@@ -107,7 +109,8 @@ def compare_scaled() -> None:
                 assert torch.equal(alone, got[::2])  # the same kernel without a choice
 
 
-def to_machine_code() -> None:
+@in_compiler
+def test_the_kernel_becomes_machine_code() -> None:
     """For GPUs of several generations."""
     from pyengine.kernels.grouped_linear import _kernel
 
@@ -138,21 +141,6 @@ def to_machine_code() -> None:
             constants["scales"] = None
             del own["scales"]
         assert len(machine_code(_kernel, own, constants, capability, 4)) > 1000
-
-
-@needs_triton
-def test_pairs_are_multiplied_by_the_weights_of_their_groups():
-    run_apart(__name__, "compare", TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_weights_in_8_bit_floats_have_scales():
-    run_apart(__name__, "compare_scaled", TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_the_kernel_becomes_machine_code(tmp_path):
-    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_groups_list_pairs_by_expert():

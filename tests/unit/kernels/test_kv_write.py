@@ -6,7 +6,7 @@ import torch
 from pyengine.attention.paged import KVWriter
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
-from tests.support.kernels import machine_code, needs_triton, run_apart
+from tests.support.kernels import in_compiler, in_interpreter, machine_code
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,8 @@ def without_nan(got: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor
     return got.float().masked_fill(missing, 0), expected.float().masked_fill(missing, 0)
 
 
-def compare() -> None:
+@in_interpreter
+def test_the_kernel_writes_what_torch_writes() -> None:
     """In the interpreter: for pools of all kinds, the kernel writes what the fallback writes."""
     from pyengine.kernels.kv_write import write_rows
 
@@ -71,7 +72,8 @@ def compare() -> None:
     write_rows(tuple(rows), caches, slots[:0])
 
 
-def to_machine_code() -> None:
+@in_compiler
+def test_the_kernel_becomes_machine_code() -> None:
     """For GPUs of two generations."""
     from pyengine.kernels.kv_write import _kernel
 
@@ -90,16 +92,6 @@ def to_machine_code() -> None:
         }
         options = {**constants, "largest": largest}
         assert len(machine_code(_kernel, kinds, options, capability, 4)) > 1000
-
-
-@needs_triton
-def test_the_kernel_writes_what_torch_writes():
-    run_apart(__name__, "compare", TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_the_kernel_becomes_machine_code(tmp_path):
-    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_slot_minus_one_is_written_nowhere_that_counts():

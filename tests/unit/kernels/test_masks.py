@@ -5,10 +5,11 @@ from itertools import product
 import numpy as np
 import torch
 
-from tests.support.kernels import LoadedBytes, needs_triton, run_apart
+from tests.support.kernels import LoadedBytes, in_interpreter
 
 
-def compare() -> None:
+@in_interpreter
+def test_forbidden_tokens_have_no_logit() -> None:
     """In the interpreter: forbidden tokens become -inf without reading the logits."""
     from pyengine.kernels.masks import forbid
 
@@ -28,8 +29,3 @@ def compare() -> None:
                 forbid(logits[:, :width], rows, torch.from_numpy(words))
             assert logits.tolist() == expected.tolist()
             assert loaded.count == 0
-
-
-@needs_triton
-def test_forbidden_tokens_have_no_logit() -> None:
-    run_apart(__name__, "compare", TRITON_INTERPRET="1")

@@ -16,7 +16,7 @@ from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
 from tests.support.cases import check_cases
-from tests.support.kernels import machine_code, needs_triton, run_apart
+from tests.support.kernels import in_compiler, in_interpreter, machine_code
 from tests.unit.kernels.test_kv_write import break_some, numbers, without_nan
 
 CPU = torch.device("cpu")
@@ -142,16 +142,10 @@ def compare(case: Case) -> None:
     assert not by_kernel.keys[0][:-1].float().flatten(0, 1)[untouched].any()
 
 
-def _compare_so_many(count: int) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.soak)])
+@in_interpreter
+def test_the_kernel_gives_what_torch_gives(count: int) -> None:
     check_cases(compare, count, case=cases())
-
-
-def compare_some() -> None:
-    _compare_so_many(8)
-
-
-def compare_many() -> None:
-    _compare_so_many(300)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
@@ -163,7 +157,8 @@ def close(got: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
     assert ((got - expected).abs() <= limit).all(), (got - expected).abs().max()
 
 
-def to_machine_code() -> None:
+@in_compiler
+def test_the_kernel_becomes_machine_code() -> None:
     """For GPUs of two generations, with all options of a layer."""
     from pyengine.kernels.rotation import _WARPS, _kernel
 
@@ -197,19 +192,3 @@ def to_machine_code() -> None:
             }
             options = {**constants, "largest": largest, **weight}
             assert len(machine_code(_kernel, kinds, options, capability, _WARPS)) > 1000
-
-
-@needs_triton
-def test_the_kernel_gives_what_torch_gives():
-    run_apart(__name__, "compare_some", TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.soak
-def test_the_kernel_gives_what_torch_gives_in_many_cases():
-    run_apart(__name__, "compare_many", TRITON_INTERPRET="1")
-
-
-@needs_triton
-def test_the_kernel_becomes_machine_code(tmp_path):
-    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))
