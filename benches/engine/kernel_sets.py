@@ -1,24 +1,19 @@
 """Random requests by both kernel sets of the CPU: arrays of NumPy against tensors of torch.
 
-    python -m benches.engine.kernel_sets [--requests 10000] [--model FILE]
+The product computes over arrays; the oracle (`tests/support/torch_engine.py`) runs the same engine
+over tensors. Both are in float32. `tests/integration/test_kernel_sets.py` compares them.
 
-from the root of the repository, in an environment with torch. The product computes over arrays; the
-oracle (`tests/support/torch_engine.py`) runs the same engine over tensors. Both are in float32.
-
-The models are small and have made-up weights, one for each kind of layer; `--model` takes a folder
-or a GGUF file instead, and "embedded" the model in the package, both with dequantised weights.
-Prompts are random tokens, some with shared beginnings. Half of the requests are greedy, the others
-are sampled with seeds. A part of them reports log-probabilities.
+The models are small and have made-up weights. Prompts are random tokens, some with shared
+beginnings. Half of the requests are greedy, the others are sampled with seeds. A part of them
+reports log-probabilities.
 
 A request is compared up to the first token that differs: later tokens continue another text. The
-exit status is 1 if a greedy token differs whose two best log-probabilities are more than 2e-5
-apart, or a log-probability by more than 1e-5. Drawn tokens that differ are counted only: a draw
-next to the border of two tokens depends on the last bits of the logits.
+sets agree if no greedy token differs whose two best log-probabilities are more than 2e-5 apart, and
+no log-probability by more than 1e-5. Drawn tokens that differ are counted only: a draw next to the
+border of two tokens depends on the last bits of the logits.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +21,8 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from time import monotonic
 from typing import Any
 
-from benches.peers.report import machine
 from pyengine import LLM, SamplingParams
 from pyengine.outputs import Logprob, RequestOutput
 from tests.support.torch_engine import torch_llm
@@ -59,32 +52,15 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_WINDOW = {"sliding_window": 11, "head_dim": 16}
-_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
 CONFIGURATIONS: Mapping[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "qwen3": {"model_type": "qwen3", "head_dim": 14, "tie_word_embeddings": True},
     "gemma2": {
         "model_type": "gemma2",
         "query_pre_attn_scalar": 16,
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 4.0,
-        **_WINDOW,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        # Made-up norms double rows: these keep float32's own error below the limit.
-        "query_pre_attn_scalar": 64,
-        "final_logit_softcapping": 5.0,
-        "layer_types": ["sliding_attention", "full_attention"],
-        **_WINDOW,
-    },
-    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 9, **_EXPERTS},
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        **_WINDOW,
+        "sliding_window": 11,
+        "head_dim": 16,
     },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
@@ -100,10 +76,11 @@ CONFIGURATIONS: Mapping[str, dict[str, Any]] = {
         "topk_group": 2,
         "n_shared_experts": 2,
         "routed_scaling_factor": 1.4,
-        **_EXPERTS,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 3,
     },
 }
-"""Models of two layers by their names, each of another kind."""
+"""Models of two layers by their names."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +176,6 @@ class Comparison:
     """The largest difference of two log-probabilities."""
     at: str = ""
     """Where that is."""
-    seconds: tuple[float, float] = (0.0, 0.0)
-    """Those of the arrays, and of the tensors."""
 
     @property
     def widest_gap(self) -> float:
@@ -263,13 +238,11 @@ def compare(name: str, model: Mapping[str, Any], requests: Requests) -> Comparis
     """Answer by both kernel sets, and compare."""
     settings = {**SETTINGS, **model}
     over_arrays = partial(LLM, device="cpu", **settings)
-    start = monotonic()
     with over_arrays() as llm:
         actual = llm.generate(requests.prompts, requests.params, use_tqdm=False)
-    middle = monotonic()
     with torch_llm(**settings, num_threads=1) as llm:  # torch's threads would wait for each other
         expected = llm.generate(requests.prompts, requests.params, use_tqdm=False)
-    result = Comparison(name, seconds=(middle - start, monotonic() - middle))
+    result = Comparison(name)
     for number, pair in enumerate(zip(actual, expected, strict=True)):
         result.add(pair, is_greedy=number in requests.greedy)
     if result.greedy:
@@ -297,7 +270,7 @@ def _with_gaps(llm: LLM, differences: Sequence[FirstDifference]) -> list[FirstDi
 
 
 @contextmanager
-def made_up_models(names: Sequence[str] = tuple(CONFIGURATIONS)) -> Iterator[dict[str, Any]]:
+def made_up_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Settings of each model's engine, by the model's name."""
     with TemporaryDirectory(prefix="pyengine-") as folder:
         models = {}
@@ -307,87 +280,3 @@ def made_up_models(names: Sequence[str] = tuple(CONFIGURATIONS)) -> Iterator[dic
             (own / "config.json").write_text(json.dumps({**_BASE, **CONFIGURATIONS[name]}))
             models[name] = {"model": own, "load_format": "dummy"}
         yield models
-
-
-def comparisons(count: int, model: str | None = None) -> Iterator[Comparison]:
-    """Those of `count` requests in all, model by model."""
-    if model is not None:
-        settings: dict[str, Any] = {"model": None if model == "embedded" else model}
-        with LLM(device="cpu", **SETTINGS, **settings) as llm:
-            vocabulary = llm._input_processor.limits.vocab_size
-        yield compare(Path(model).name, settings, random_requests(count, vocabulary))
-        return
-    with made_up_models() as models:
-        for index, (name, own_settings) in enumerate(models.items()):
-            own = count * (index + 1) // len(models) - count * index // len(models)
-            requests = random_requests(own, _BASE["vocab_size"], seed=index)
-            yield compare(name, own_settings, requests)
-
-
-def lines(several: Iterator[Comparison]) -> Iterator[str]:
-    """A table in markdown, line by line, then what differs."""
-    yield (
-        "| model | requests | tokens | greedy differ | widest gap | drawn differ "
-        "| log-probabilities | largest difference | seconds: arrays, tensors |"
-    )
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    results = []
-    for comparison in several:
-        results.append(comparison)
-        yield _row(comparison)
-    if len(results) > 1:
-        yield _row(_total(results))
-    for comparison in results:
-        yield f"\n{comparison.name}: largest difference at {comparison.at}"
-        for difference in comparison.greedy:
-            tokens = f"{difference.token} instead of {difference.expected}"
-            length = len(difference.prefix)
-            yield f"greedy after {length} tokens: {tokens}, best two {difference.gap:.1e} apart"
-
-
-def _row(row: Comparison) -> str:
-    arrays, tensors = row.seconds
-    return (
-        f"| {row.name} | {row.requests:,} | {row.tokens:,} | {len(row.greedy)} "
-        f"| {row.widest_gap:.1e} | {len(row.drawn)} | {row.logprobs:,} | {row.largest:.1e} "
-        f"| {arrays:.0f}, {tensors:.0f} |"
-    )
-
-
-def _total(several: Sequence[Comparison]) -> Comparison:
-    return Comparison(
-        "all",
-        requests=sum(comparison.requests for comparison in several),
-        tokens=sum(comparison.tokens for comparison in several),
-        logprobs=sum(comparison.logprobs for comparison in several),
-        greedy=[difference for comparison in several for difference in comparison.greedy],
-        drawn=[difference for comparison in several for difference in comparison.drawn],
-        largest=max(comparison.largest for comparison in several),
-        seconds=(
-            sum(comparison.seconds[0] for comparison in several),
-            sum(comparison.seconds[1] for comparison in several),
-        ),
-    )
-
-
-def main() -> int:
-    """Run and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=10_000, help="their number (10000)")
-    parser.add_argument("--model", help='folder, GGUF file or "embedded" (made-up models)')
-    options = parser.parse_args()
-    print(", ".join(f"{name} {value}" for name, value in machine().items()), end="\n\n")
-    results: list[Comparison] = []
-
-    def each() -> Iterator[Comparison]:
-        for result in comparisons(options.requests, options.model):
-            results.append(result)
-            yield result
-
-    for line in lines(each()):
-        print(line, flush=True)
-    return 0 if all(result.agrees for result in results) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
