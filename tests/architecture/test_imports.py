@@ -12,6 +12,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tests.support.processes import run_program
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pyengine"
 PACKAGES = {
@@ -197,12 +199,7 @@ def test_no_torch_before_it_is_needed(module: str) -> None:
 
 def test_own_import_time_is_small() -> None:
     """Self time of our own modules, the extension included, by the interpreter's own clock."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import pyengine"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_program([sys.executable, "-X", "importtime", "-c", "import pyengine"], check=True)
     own = re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+(pyengine\S*)", done.stderr)
     assert "pyengine" in {name for _, name in own}
     assert sum(int(micros) for micros, _ in own) / 1000 < OWN_IMPORT_MS

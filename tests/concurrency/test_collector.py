@@ -4,17 +4,16 @@ A Python object that is made under the manager's lock can start the collector th
 that calls the manager then waits for its own thread: one that does not come back is a failure.
 """
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.processes import run_program
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_finalizers_may_call_the_manager_in_every_call(tmp_path: Path) -> None:
     walk = [sys.executable, "-X", "faulthandler", "-m", "tests.concurrency.collector_walk"]
-    done = subprocess.run(
-        [*walk, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = run_program([*walk, str(tmp_path)], cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "members" in done.stdout

@@ -1,12 +1,11 @@
 """Modules that the first run on a GPU takes along: flashinfer finds them, and needs no compiler."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benches.gpu.first_run.modules import ARCHITECTURE, PREBUILT
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 
 CODE = """
 import sys
@@ -37,11 +36,10 @@ NAME = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtyp
 
 
 def test_prebuilt_modules_are_those_that_flashinfer_looks_for(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path / "kit"), str(tmp_path / "site")],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_python(
+        CODE,
+        str(tmp_path / "kit"),
+        str(tmp_path / "site"),
         cwd=ROOT,
         env={
             **os.environ,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked import run_forked
+from tests.support.processes import run_program
 from tests.support.without_torch import MISSING
 
 pytestmark = pytest.mark.slow
@@ -150,7 +151,7 @@ def test_a_batch_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["| head -1", "> /dev/full", ">&-"])
 def test_standard_output_that_takes_no_more(shell: str) -> None:
-    done = subprocess.run(
+    done = run_program(
         [
             "bash",
             "-c",
@@ -162,9 +163,6 @@ def test_standard_output_that_takes_no_more(shell: str) -> None:
             "--max-tokens",
             "9",
         ],
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=300,
     )
     assert "Traceback" not in done.stderr and "ignored" not in done.stderr

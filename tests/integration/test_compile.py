@@ -1,7 +1,6 @@
 """`LLM(compile=True)`: any number of engines in a process, and what it says if torch cannot."""
 
 import os
-import subprocess
 import sys
 from functools import partialmethod
 from pathlib import Path
@@ -17,6 +16,7 @@ from pyengine.executor.model_runner import ModelRunner
 from tests.support.checkpoints import save_tiny
 from tests.support.graphs import record_eagerly
 from tests.support.models import BY_TORCH
+from tests.support.processes import run_python
 
 PROMPTS = [[5, 6, 7], [9, 3, 8, 4, 30, 11]]
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8, detokenize=False)
@@ -124,12 +124,10 @@ def test_compiled_steps_use_the_threads_of_the_moment_and_have_the_same_bits(
     """Layers so wide that torch's compiler divides a row's sum."""
     sizes = {"hidden_size": 8192, "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     save_tiny(tmp_path, **sizes)
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT_THREADS, tmp_path],
+    done = run_python(
+        _COUNT_THREADS,
+        tmp_path,
         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.stdout.split() == ["0", "1", "True"], done.stderr
     sources = [file.read_text() for file in (tmp_path / "cache").rglob("*.cpp")]

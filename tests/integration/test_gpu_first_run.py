@@ -17,7 +17,7 @@ from benches.gpu.model import SHAPES
 from tests.gpu.models import FAMILIES
 from tests.support.docs import ROOT, commands, table
 from tests.support.gpu_checks import checked
-from tests.support.processes import processes_with
+from tests.support.processes import processes_with, run_program
 
 DOCUMENT = "docs/guides/gpu.md"
 MAX_FILES, MAX_BYTES = 8, 16 << 20
@@ -34,9 +34,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, "--device", "cpu"), capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_program(command(tmp_path, "--device", "cpu"), cwd=ROOT)
     out = tmp_path / "out"
     summary = (out / "summary.md").read_text()
     assert done.returncode == 0, summary + (out / "found.md").read_text()

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
@@ -21,6 +19,7 @@ from pyengine.kv_cache import block_memory, pool
 from pyengine.kv_cache.block_memory import DeviceBlocks
 from pyengine.server.metrics import EngineMetrics
 from tests.support.checkpoints import FAMILIES, read_weights, save_random, save_weights
+from tests.support.processes import run_python
 from tests.support.read_only import read_only
 
 GIB = 1 << 30
@@ -176,12 +175,7 @@ print(json.dumps([output.outputs[0].text, output.num_restored_tokens, computed])
     for dtype in ("float32", "bfloat16"):
         found = []
         for _ in range(2):
-            done = subprocess.run(
-                [sys.executable, "-c", code, str(tmp_path / "kv"), dtype],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = run_python(code, str(tmp_path / "kv"), dtype)
             assert done.returncode == 0, done.stderr
             found.append(json.loads(done.stdout))
         (first, restored, computed), (second, restored_now, computed_now) = found

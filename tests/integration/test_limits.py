@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.processes import run_program
 from tests.support.soak import soak_only
 
 pytestmark = pytest.mark.slow
@@ -29,9 +30,7 @@ except pyengine.errors.PyEngineError as error:
 def limited(command: list[str], kind: int, most: int) -> "subprocess.CompletedProcess[str]":
     """Run a command that may have so many bytes of addresses, or files."""
     limit: Callable[[], None] = lambda: resource.setrlimit(kind, (most, most))  # noqa: E731
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, preexec_fn=limit
-    )
+    return run_program(command, timeout=240, preexec_fn=limit)
 
 
 @pytest.mark.parametrize("gigabytes", [0.08, 0.6, 1.4, 2.4, 3.8, 4.4, *soak_only([5.2])])
@@ -77,8 +76,6 @@ def test_no_shared_memory_folder(processes: int) -> None:
     if subprocess.run([*alone, inside[0]], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     command = [*alone, " && ".join(inside), "sh", *GENERATE, "--tensor-parallel-size"]
-    ended = subprocess.run(
-        [*command, str(processes)], capture_output=True, text=True, timeout=240, check=False
-    )
+    ended = run_program([*command, str(processes)], timeout=240)
     assert "Traceback" not in ended.stderr, ended.stderr
     assert ended.returncode == 0 or "error: " in ended.stderr, ended.stderr

@@ -1,8 +1,6 @@
 """A model's own MTP layers as drafters: the tokens are those without, and the MTP layers' cache is
 exact."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.support.checkpoints import read_weights, save_random, save_weights
 from tests.support.drafters import speculate
 from tests.support.engines import add_request
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
+from tests.support.processes import run_python
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
 
@@ -245,9 +244,7 @@ def test_a_model_without_a_decoder_of_ours_is_refused(tmp_path: Path) -> None:
 
 def test_mtp_layers_need_no_transformers(tmp_path: Path) -> None:
     save_with_mtp_layers("glm4_moe", tmp_path, 1)
-    found = subprocess.run(
-        [sys.executable, "-c", _ALONE, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    found = run_python(_ALONE, str(tmp_path))
     assert found.returncode == 0, found.stderr
 
 

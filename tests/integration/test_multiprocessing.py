@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,7 @@ def test_processes_beside_a_live_llm(method: str, size: int, tiny_folder: Path) 
     several = {**os.environ, "OMP_NUM_THREADS": "2"}  # a fork has none but the one that forked
     user = [sys.executable, "-m", "tests.support.multiprocessing_user", method, str(tiny_folder)]
     user.append(str(size))
-    done = subprocess.run(
-        user, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300, env=several
-    )
+    done = run_program(user, cwd=ROOT, timeout=300, env=several)
     assert (done.returncode, done.stderr) == (0, "")
     reply = json.loads(done.stdout)
     answer = reply.pop("parent")
@@ -66,9 +64,7 @@ def test_two_engines_in_one_process_and_its_end_in_the_middle_of_streams(
         str(tiny_folder),
         str(size),
     ]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_program(command, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (7, "")
     assert json.loads(done.stdout.lower()) == [True] * 8
 
@@ -77,7 +73,5 @@ def test_an_engine_may_be_dropped_just_before_the_process_ends() -> None:
     """Its thread frees the model meanwhile; C++ aborts where the interpreter ends first."""
     code = "from pyengine import LLM; print(LLM().describe())"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = run_program(command, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,6 +14,7 @@ import pytest
 
 from pyengine.engine.offloading import FLUSH_PATIENCE
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 from tests.support.serving import save_small_model
 
 pytestmark = [
@@ -46,14 +47,11 @@ def seconds_to_end() -> dict[tuple[str, str, str], tuple[float, int]]:
         for case in CASES
         for operation, speed, state in [case]
     ]
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "tests.support.faulty_server", model, folder],
         input="\n".join(map(json.dumps, asked)),
         env={**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

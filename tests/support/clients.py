@@ -1,11 +1,11 @@
 """Programs of others, in the environments that `make clients` makes."""
 
 import os
-import subprocess
 
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 
 BIN = ROOT / ".venv-clients/bin"
 needs_clients = pytest.mark.skipif(not BIN.exists(), reason="`make clients` makes .venv-clients")
@@ -13,11 +13,8 @@ needs_clients = pytest.mark.skipif(not BIN.exists(), reason="`make clients` make
 
 def run(command: str, *arguments: str, **environment: str) -> str:
     """The output of a program in .venv-clients, without access to a hub."""
-    done = subprocess.run(
+    done = run_program(
         [str(BIN / command), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
     )

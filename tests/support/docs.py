@@ -1,11 +1,10 @@
 """Code and tables in Markdown documents: found, run, compared with what the document says."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.forked import run_forked
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -31,12 +30,7 @@ def printed(code: str) -> list[str]:
 
 def run(code: str, *, has_torch: bool = False) -> str:
     """The output of the code at the root, in a new process; `has_torch`: torch is imported."""
-    if has_torch:
-        done = run_forked(code, timeout=300)
-    else:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-        )
+    done = run_forked(code, timeout=300) if has_torch else run_python(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

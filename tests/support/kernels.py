@@ -5,8 +5,6 @@ The choice is made when triton is imported.
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -17,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.processes import run_python
+
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is for Linux"
 )
@@ -24,12 +24,9 @@ needs_triton = pytest.mark.skipif(
 
 def run_apart(module: str, function: str, *arguments: Any, **environment: str) -> None:
     """Call `function` of `module` in a process with this in its environment."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}; {module}.{function}(*{arguments})"],
+    done = run_python(
+        f"import {module}; {module}.{function}(*{arguments})",
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -1,13 +1,29 @@
-"""Running processes, by /proc."""
+"""Processes that tests start, and running ones by /proc."""
 
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+from typing import Any
 
 WORKERS = ("pyengine.executor.tensor_parallel.worker", "tests.support.faulty_worker")
+
+
+def run_python(code: str, *arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run `code` in a new Python; what it printed is in the result."""
+    return run_program([sys.executable, "-c", code, *map(str, arguments)], **options)
+
+
+def run_program(
+    command: Sequence[str | Path], *, check: bool = False, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command; what it printed is in the result. `options` are those of `subprocess.run`."""
+    return subprocess.run(command, capture_output=True, text=True, check=check, **options)
 
 
 def workers_of(parent: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.child import Child, ChildError
 from tests.support.docs import ROOT
-from tests.support.processes import is_running, wait_for_end
+from tests.support.processes import is_running, run_python, wait_for_end
 from tests.support.without_torch import needs_torch
 
 SOON = 60.0
@@ -102,9 +102,7 @@ def test_it_ends_with_whoever_started_it() -> None:
         "if __name__ == '__main__':\n"
         "    print(Child().run(os.getpid, seconds=60), flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_python(code, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert wait_for_end([int(done.stdout)], SOON) == []
     assert not is_running(int(done.stdout))
@@ -122,7 +120,5 @@ def test_what_is_imported_before_a_fork_asks_for_no_device() -> None:
         "for name in PRELOADED: importlib.import_module(name)\n"
         "print(asked, torch.cuda.is_initialized())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_python(code, cwd=ROOT)
     assert done.stdout.strip() == "[] False", done.stdout + done.stderr

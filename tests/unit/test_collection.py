@@ -1,9 +1,9 @@
 """The tests of a run of pytest: a floor for whole runs, property tests in soak."""
 
-import subprocess
 import sys
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_program, run_python
 
 ELSEWHERE = (
     *("unit", "integration", "concurrency", "property", "clients", "cluster", "peers", "gpu"),
@@ -21,12 +21,8 @@ class Show:
 
 def pytest_says(*arguments: str) -> tuple[int, list[str]]:
     """The exit status of a run, and its lines."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
+    done = run_program(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT
     )
     return done.returncode, done.stdout.splitlines()
 
@@ -49,12 +45,8 @@ def test_soak_runs_have_the_property_tests_with_other_examples_each_time() -> No
     file = "tests/unit/scheduler/test_layer_groups.py"
     for options, expected in (([], True), (["-m", "soak"], False)):
         arguments = ["-q", "--collect-only", "-p", "no:cacheprovider", file, *options]
-        done = subprocess.run(
-            [sys.executable, "-c", f"{SHOW_PROFILE}\npytest.main({arguments}, [Show()])"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
+        done = run_python(
+            f"{SHOW_PROFILE}\npytest.main({arguments}, [Show()])", check=True, cwd=ROOT
         )
         assert f"derandomize={expected}" in done.stdout
         assert f"{file}::test_" in done.stdout

@@ -7,6 +7,7 @@ import pytest
 
 import pyengine
 from pyengine.utils.packaging import needs_extension, needs_extra
+from tests.support.processes import run_python
 
 
 def python(code: str) -> str:
@@ -77,9 +78,7 @@ def test_a_command_without_a_library_names_the_extra(command: str, missing: str)
         f"import sys; sys.modules[{missing!r}] = None; import pyengine.cli\n"
         f"sys.argv = ['pyengine', *{command.split()}]; pyengine.cli.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, input=""
-    )
+    done = run_python(code, input="")
     said = [line for line in done.stderr.splitlines() if line != "starting ..."]
     assert (done.returncode, said) == (
         1,

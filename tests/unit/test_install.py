@@ -13,6 +13,7 @@ import pytest
 
 from pyengine.utils.packaging import EMBEDDED_COMMAND
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 from tools import install
 
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
@@ -130,26 +131,20 @@ def test_installing_compiles_bytecode() -> None:
     """Where PYTHONDONTWRITEBYTECODE is set, each start would compile every module again."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert settings["tool"]["uv"]["compile-bytecode"]
-    plan = subprocess.run(
-        ["make", "-n", "-B", "hello"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    plan = run_program(["make", "-n", "-B", "hello"], cwd=ROOT, check=True).stdout
     compiling = plan.index("-m compileall -q pyengine")
     assert plan.index("maturin develop") < compiling < plan.index("pyengine generate")
 
 
 def test_building_prints_no_line_for_each_library_of_an_extra() -> None:
     """maturin gives pip the libraries of all extras: it names what it leaves out, unless quiet."""
-    plan = subprocess.run(
-        ["make", "-n", "-B", ".venv/.built"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    plan = run_program(["make", "-n", "-B", ".venv/.built"], cwd=ROOT, check=True)
     [line] = [each for each in plan.stdout.splitlines() if "maturin develop" in each]
     settings = dict(word.split("=", 1) for word in line.split() if re.match(r"[A-Z_]+=", word))
 
     def pip(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "pip", "--no-input", "install", "--no-index", *arguments]
-        return subprocess.run(
-            command, env=os.environ | settings, capture_output=True, text=True, check=False
-        )
+        return run_program(command, env=os.environ | settings)
 
     done = pip("left-out; extra == 'bench'")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,9 +1,9 @@
 """`make help` and `make help-all`: six targets, all targets, with the time of each."""
 
 import re
-import subprocess
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 
 TEXT = (ROOT / "Makefile").read_text(encoding="utf-8")
 SHOWN = re.compile(r"^  make (?P<target>[a-z0-9-]+) +(?P<time>\d+ (?:s|min)|minutes|hours)  \S")
@@ -11,9 +11,7 @@ SHOWN = re.compile(r"^  make (?P<target>[a-z0-9-]+) +(?P<time>\d+ (?:s|min)|minu
 
 def targets(command: str) -> list[str]:
     """The targets that a command shows, each with its time."""
-    done = subprocess.run(
-        ["make", "--silent", command], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run_program(["make", "--silent", command], cwd=ROOT, check=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("  make ")]
     shown = [SHOWN.match(line) for line in lines if "make help-all has" not in line]
     assert all(shown), lines

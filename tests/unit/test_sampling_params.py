@@ -3,8 +3,6 @@ import dataclasses
 import math
 import pickle
 import re
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +15,7 @@ from pyengine.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
+from tests.support.processes import run_python
 
 
 def test_the_defaults_are_those_of_vllm() -> None:
@@ -383,10 +382,5 @@ def test_plain_data_imports_nothing_heavy() -> None:
     )
     import pyengine
 
-    done = subprocess.run(
-        [sys.executable, "-c", code, next(iter(pyengine.__path__))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(code, next(iter(pyengine.__path__)))
     assert done.returncode == 0, done.stderr

@@ -5,10 +5,9 @@ All are imported in one new interpreter.
 
 import json
 import os
-import subprocess
-import sys
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 from tests.support.without_torch import MISSING
 
 OTHERS = {"griffe", "macholib", "matplotlib", "nanovllm", "pefile", "playwright", "sglang", "vllm"}
@@ -36,14 +35,8 @@ def test_every_module_imports() -> None:
         ".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files
     )
     assert len(modules) > 70
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *modules],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    done = run_python(
+        IMPORT_ALL, *modules, cwd=ROOT, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout.splitlines()[-1])

@@ -1,11 +1,9 @@
 """How the process of a command ends: everything closed and said, and nothing taken to pieces."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 
 CODE = """
 import atexit, sys, threading, time, types
@@ -33,13 +31,7 @@ main(open)
 
 
 def ended(*arguments: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    done = run_python(CODE, *arguments, cwd=ROOT)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout.splitlines()[-3:]
 

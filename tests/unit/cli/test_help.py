@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pyengine.cli.app import app
 from pyengine.cli.options import PANELS
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 from tests.unit.cli.fakes import FakeEngine
 
 
@@ -102,9 +103,7 @@ def output_of(shell: str, *options: str, lines: list[str], environment: dict[str
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     command = [shell, *options, "-c", "\n".join(lines)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environment, timeout=60
-    )
+    done = run_program(command, check=True, env=environment, timeout=60)
     return done.stdout
 
 

@@ -1,11 +1,11 @@
 """Ctrl-C while libraries are imported ends the process at once; what is ignored stays ignored."""
 
 import subprocess
-import sys
 
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 
 CODE = """
 import os, signal, sys
@@ -23,9 +23,7 @@ print(signal.getsignal(signal.SIGINT) is signal.{before})
 
 def run(before: str) -> "subprocess.CompletedProcess[str]":
     code = CODE.replace("{before}", before)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    return run_python(code, cwd=ROOT)
 
 
 def test_the_process_ends_at_once_without_a_traceback() -> None:
@@ -56,7 +54,5 @@ sys.argv = ["pyengine", "list"]
 from pyengine.cli import main
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = run_python(code, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")

@@ -1,12 +1,12 @@
 """What needs no model answers at once: neither torch nor transformers is imported."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 
 MOST_SECONDS = 2.0
 """Of processor time; an idle machine takes a third of it."""
@@ -42,9 +42,7 @@ def test_it_answers_at_once(arguments: list[str], status: int, tmp_path: Path) -
     for name, text in (("a.txt", "What is a cat?"), ("b.txt", "What is a dog?")):
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{CODE}"]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = run_program([*command, *arguments], cwd=tmp_path)
     assert done.returncode == status, done.stderr
     _, seconds, *heavy = done.stdout.splitlines()[-1].split()
     assert heavy == []

@@ -4,8 +4,6 @@ Damage that fits its checks is in the tests of the Rust crate, and in its fuzz t
 """
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from typer.testing import CliRunner
 from pyengine.cli.app import app
 from pyengine.kv_cache import BlockManager
 from tests.support.blocks import computed
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 MAGIC = b"kvtrace\n"
@@ -112,14 +111,7 @@ main()
 def replayed_within(mebibytes: int, file: Path) -> str:
     """The error for a file in a process with limited further memory, with status 2."""
     arguments = [str(mebibytes), "trace", "replay", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run_python(LIMITED, *arguments, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     [line] = done.stderr.splitlines()
     return line

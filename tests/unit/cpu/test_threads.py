@@ -21,6 +21,7 @@ from pyengine.executor.model_runner import ForwardPass
 from pyengine.utils.cpus import UsableCpus
 from pyengine.utils.openmp import BRIEF_SPIN, openmp_runtime, torch_threads
 from tests.support.checkpoints import save_tiny
+from tests.support.processes import run_python
 
 needs_libgomp = pytest.mark.skipif(openmp_runtime() is None, reason="torch brings no libgomp")
 
@@ -277,13 +278,7 @@ def printed(code: str, **variables: str) -> list[str]:
         for name, value in os.environ.items()
         if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=plain | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(code, env=plain | variables, check=True)
     return done.stdout.splitlines()
 
 

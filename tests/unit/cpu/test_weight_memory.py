@@ -1,11 +1,11 @@
 """Weights that exceed the memory: an error of Python, and the next weight fits."""
 
-import subprocess
 import sys
 
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 
 LITTLE = """
 import resource
@@ -39,7 +39,5 @@ print("done")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_memory_that_is_not_there_is_an_error_and_smaller_weights_have_some() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LITTLE], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    ended = run_python(LITTLE, cwd=ROOT)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

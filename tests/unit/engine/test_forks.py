@@ -4,8 +4,6 @@ import asyncio
 import copy
 import os
 import pickle
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel, Gate
 from tests.support.engines import GREEDY, make_bench
 from tests.support.fake_runner import continued
+from tests.support.processes import run_python
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
 
@@ -215,9 +214,7 @@ ENDS = {
 @pytest.mark.parametrize("text", ENDS.values(), ids=ENDS)
 def test_the_interpreter_ends_in_the_middle(text: str) -> None:
     script = textwrap.dedent(SCRIPT) + textwrap.dedent(text)
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = run_python(script, timeout=120)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

@@ -1,6 +1,5 @@
 """Misuse: the exact exception, a message that names the value, and a manager left as it was."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from pyengine.kv_cache import (
     TokenError,
 )
 from tests.support.blocks import computed, retain, step_arrays, unchanged
+from tests.support.processes import run_python
 
 BLOCK = 4
 
@@ -140,9 +140,7 @@ def test_a_pool_whose_tables_do_not_fit_into_memory() -> None:
         "try: BlockManager(2**20, 2**16)\n"
         "except ConfigError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = run_python(code, check=True, timeout=60)
     assert f"{2**20} blocks do not fit into memory" in done.stdout
 
 

@@ -1,6 +1,5 @@
 """Forks of a process that uses the block manager: its objects are refused, and end quietly."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from pyengine.kv_cache import (
     Transfer,
 )
 from tests.support.blocks import computed, step_arrays
+from tests.support.processes import run_program
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no forks")
 
@@ -178,9 +178,7 @@ def run(code: str, *arguments: str) -> None:
         {code}
         print("done")"""
     command = [sys.executable, "-c", begin, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=MINUTE, cwd=ROOT, check=False
-    )
+    done = run_program(command, timeout=MINUTE, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

@@ -3,7 +3,6 @@
 Calls that once killed the process run in a separate process.
 """
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from pyengine.kv_cache import (
     TokenError,
 )
 from tests.support.blocks import computed, step_arrays, unchanged
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 2**31
@@ -103,14 +103,7 @@ with unchanged(m):
 
 @pytest.mark.parametrize("call", TOO_LONG)
 def test_what_says_it_is_too_long_is_refused_by_its_length(call: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCENE, call],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run_python(SCENE, call, cwd=ROOT, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     error, *names = TOO_LONG[call]
     kind, _, message = done.stdout.partition(" ")

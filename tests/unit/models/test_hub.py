@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import save_tiny
+from tests.support.processes import run_python
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK_THERE = "Visit http://hub/owner/gated to ask for access."
@@ -96,12 +96,12 @@ def hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
 def resolve(
     hub: ThreadingHTTPServer, home: Path, name: str, revision: str = "", token: str = ""
 ) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", _RESOLVE, name, revision, token],
-        capture_output=True,
-        text=True,
+    done = run_python(
+        _RESOLVE,
+        name,
+        revision,
+        token,
         timeout=60,
-        check=False,
         env={
             "PATH": os.environ["PATH"],
             "PYTHONPATH": ":".join(filter(None, sys.path)),

@@ -71,33 +71,20 @@ TOKENIZER_MAP = {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}
 
 
 @needs_torch
-@pytest.mark.parametrize("what", ["model", "config", "worker_group"])
-def test_a_configuration_that_wants_code_is_refused(tmp_path, what):
+@pytest.mark.parametrize("what", ["model", "config", "worker_group", "tokenizer"])
+def test_a_folder_that_wants_code_is_refused(tmp_path, what):
     folder = tmp_path / "folder"
     save_tiny(folder)
-    add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)
-    status, said = load(what, folder, tmp_path)
+    if what == "tokenizer":
+        words = {"tokenizer_class": "EvilTokenizer", "auto_map": TOKENIZER_MAP}
+        add_code(folder, "tokenizer_config.json", **words)
+    else:
+        add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)
+    status, said = load("model" if what == "tokenizer" else what, folder, tmp_path)
     assert not (folder / "ran").exists()
     assert status == 3, said
-    assert "ModelLoadError" in said and "evil.EvilConfig" in said
-    assert "never runs code out of model folders" in said
-    assert "[y/N]" not in said and "trust_remote_code=True" not in said
-
-
-@needs_torch
-def test_a_tokenizer_that_wants_code_is_refused(tmp_path):
-    folder = tmp_path / "folder"
-    save_tiny(folder)
-    add_code(
-        folder,
-        "tokenizer_config.json",
-        tokenizer_class="EvilTokenizer",
-        auto_map=TOKENIZER_MAP,
-    )
-    status, said = load("model", folder, tmp_path)
-    assert not (folder / "ran").exists()
-    assert status == 3, said
-    assert "ModelLoadError" in said and "evil.EvilTokenizer" in said
+    named = "evil.EvilTokenizer" if what == "tokenizer" else "evil.EvilConfig"
+    assert "ModelLoadError" in said and named in said
     assert "never runs code out of model folders" in said
     assert "[y/N]" not in said and "trust_remote_code=True" not in said
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import run_program
 from tests.unit.models.opened_model import multiplied
 
 ALLOWED = {"__main__", "numpy", "pyengine", "tests", "_distutils_hack"}
@@ -29,9 +29,7 @@ QUANTIZATIONS = ("none float32", "none bfloat16", "int4 bfloat16", "int8 float32
 
 def without_torch(*arguments: str) -> Any:
     """The JSON that Python prints, where torch and transformers cannot be imported."""
-    ended = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=300
-    )
+    ended = run_program([sys.executable, *arguments], timeout=300)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

@@ -1,7 +1,5 @@
 """Templates and tokenizers that fail in odd ways or never end: a refusal."""
 
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -14,6 +12,7 @@ from pyengine.request.untrusted_calls import unfinished_work, within
 from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.fake_runner import continued
+from tests.support.processes import run_python
 from tests.support.tokenizers import Fast, byte_level, characters
 
 USER = {"role": "user", "content": "hi"}
@@ -137,9 +136,7 @@ except ValueError as error:
 def test_an_expression_that_takes_minutes_is_given_up() -> None:
     """Nothing interrupts it, and it does not hold up the end of the process either."""
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", MINUTES], timeout=100, check=False, capture_output=True, text=True
-    )
+    done = run_python(MINUTES, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("the model's tokenizer was still at work after 0.9001 seconds")
     assert time.monotonic() - began < 60

@@ -1,8 +1,6 @@
 """Every tensor of a file is part of the model, known to have no effect, or refused by name."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.support.processes import run_python
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
@@ -243,12 +242,7 @@ def test_a_load_takes_the_model_and_one_tensor(ranks: int, tmp_path: Path) -> No
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    process = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(tmp_path), str(ranks)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    process = run_python(_PEAK, str(tmp_path), str(ranks), check=True)
     largest, own = middle * hidden * 4, num_bytes / ranks
     assert own * 0.9 < int(process.stdout) < own + 4 * largest
 

@@ -1,8 +1,6 @@
 """Every family computes what transformers computes, over a paged cache."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.loading import open_model, read_spec, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
+from tests.support.processes import run_python
 from tests.unit.models.decoder.steps import CPU, Runner, generate
 from tests.unit.models.decoder.tiny_models import MODELS, Tiny
 
@@ -160,9 +159,7 @@ for name in ("torch", "transformers"):
 
 
 def test_the_kernels_of_cpus_are_imported_without_torch() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False
-    )
+    process = run_python(_IMPORTS)
     assert process.returncode == 0, process.stderr
 
 
@@ -186,8 +183,6 @@ def test_folders_are_opened_and_answered_without_transformers(
     saved: Saved, first_of_family: list[Tiny]
 ) -> None:
     folders = [str(saved(tiny)[0]) for tiny in first_of_family]
-    process = subprocess.run(
-        [sys.executable, "-c", _OPEN_ALL, *folders], capture_output=True, text=True, check=False
-    )
+    process = run_python(_OPEN_ALL, *folders)
     assert process.returncode == 0, process.stderr
     assert len(process.stdout.splitlines()) == len(TABLE)

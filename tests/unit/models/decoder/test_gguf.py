@@ -1,7 +1,5 @@
 """A GGUF file gives the decoder of the model that it was made of."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.ranks import WHOLE, Rank
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
+from tests.support.processes import run_python
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_divided import on_all_ranks
 from tests.unit.models.decoder.test_families import TOLERANCE
@@ -309,7 +308,5 @@ def test_files_are_opened_without_transformers(tmp_path: Path) -> None:
     for architecture in ("llama", "gemma3", "qwen3moe"):
         paths.append(str(tmp_path / f"{architecture}.gguf"))
         write(Path(paths[-1]), architecture, kind="Q8_0")
-    process = subprocess.run(
-        [sys.executable, "-c", _OPEN, *paths], capture_output=True, text=True, check=False
-    )
+    process = run_python(_OPEN, *paths)
     assert process.returncode == 0, process.stderr

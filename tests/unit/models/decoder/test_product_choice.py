@@ -1,8 +1,6 @@
 """The product of linear layers: timed, not derived from the name of an instruction set."""
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +24,7 @@ from pyengine.models.decoder.product_choice import (
 )
 from pyengine.utils.openmp import torch_threads
 from tests.support.checkpoints import save_tiny
+from tests.support.processes import run_python
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(
@@ -137,13 +136,7 @@ print(choose_product(LayerShape(640, 8192, "float32"), [weight]).product)
 @pytest.mark.skipif("mkl" not in torch.__config__.show().lower(), reason="torch without MKL")
 def test_torch_is_not_chosen_where_mkl_is_slow_without_avx512():
     """MKL on a processor that is not Intel's, as near as an Intel processor comes to it."""
-    done = subprocess.run(
-        [sys.executable, "-c", _CHOICE],
-        env=os.environ | _GENERIC_MKL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(_CHOICE, env=os.environ | _GENERIC_MKL, check=True)
     assert done.stdout.split()[0] in ("onednn", "onednn-unpacked")
 
 
