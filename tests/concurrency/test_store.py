@@ -1,7 +1,6 @@
 """The KV store among threads: the GIL is released, and closing ends what others do."""
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter, sleep
@@ -11,7 +10,7 @@ import pytest
 
 from pyengine.kv_cache import KVBlocks, KVStore, StoredPrefix, StoreError, kv_fingerprint
 from tests.concurrency.test_gil import PATIENCE, Timed, look_until_done
-from tests.support.processes import run_program
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -162,8 +161,7 @@ END = """if True:
 
 def test_an_interpreter_ends_while_threads_load(tmp_path: Path) -> None:
     for each in range(3):
-        command = [sys.executable, "-c", END, str(tmp_path / f"{each}")]
-        done = run_program(command, timeout=PATIENCE, cwd=ROOT)
+        done = run_python(END, str(tmp_path / f"{each}"), timeout=PATIENCE, cwd=ROOT)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
         store = KVStore(tmp_path / f"{each}", max_bytes=256 * MIB, access="write")
         assert store.verify() == (32, [])

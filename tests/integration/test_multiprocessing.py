@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.docs import ROOT
-from tests.support.processes import run_program
+from tests.support.processes import run_program, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +72,5 @@ def test_two_engines_in_one_process_and_its_end_in_the_middle_of_streams(
 def test_an_engine_may_be_dropped_just_before_the_process_ends() -> None:
     """Its thread frees the model meanwhile; C++ aborts where the interpreter ends first."""
     code = "from pyengine import LLM; print(LLM().describe())"
-    command = [sys.executable, "-c", code]
-    done = run_program(command, cwd=ROOT, timeout=300)
+    done = run_python(code, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

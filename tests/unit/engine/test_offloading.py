@@ -169,8 +169,7 @@ def test_a_new_engine_restores_what_an_earlier_one_computed(
 def test_restored_tokens_take_blocks_and_no_budget_of_tokens(store: KVStore) -> None:
     """Promise 4: computed, the prompt would take five steps."""
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     second = make_bench(max_num_batched_tokens=8)
     with_store(second, store)
     (answer,) = generate(second, [prompt])
@@ -197,8 +196,7 @@ def test_the_next_turn_restores_prompt_and_answer(store: KVStore) -> None:
 
 def test_several_that_wait_for_one_prefix_load_it_once(store: KVStore) -> None:
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     second = make_bench()
     faulty = FaultyStore(store, lambda kind, blocks: sleep(0.05) if kind == "load" else None)
     offloader = with_store(second, faulty)
@@ -211,7 +209,10 @@ def test_several_that_wait_for_one_prefix_load_it_once(store: KVStore) -> None:
     assert sum(second.runner.computed) <= 6 * 9
 
 
-def generate_and_store(bench: Bench, offloader: KVOffloader, prompts: list[list[int]]) -> None:
+def generate_and_store(store: KVStore, prompts: list[list[int]], **settings: Any) -> None:
+    """By an engine of its own."""
+    bench = make_bench(**settings)
+    offloader = with_store(bench, store)
     generate(bench, prompts)
     wait_until_stored(offloader)
 
@@ -219,8 +220,7 @@ def generate_and_store(bench: Bench, offloader: KVOffloader, prompts: list[list[
 @pytest.mark.parametrize("wrong", ["fingerprint", "salt"])
 def test_another_model_or_namespace_finds_nothing(wrong: str, store: KVStore) -> None:
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     second = make_bench()
     offloader = with_store(second, store, "other" if wrong == "fingerprint" else "model")
     second.submit({"0": prompt})
@@ -242,8 +242,7 @@ def test_a_disk_that_never_answers_delays_its_request_alone(
     """Promise 6 of the scheduler holds: others go on, and this one is computed after a time."""
     monkeypatch.setattr(offloading, "_PATIENCE", 2.0)
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     answers, is_held = threading.Event(), threading.Event()
 
     def block(kind: str, blocks: Any) -> None:
@@ -286,8 +285,7 @@ def test_nothing_starves_beside_a_disk_that_stops_to_answer(
     monkeypatch.setattr(offloading, "_PATIENCE", 0.3)
     random, may_go = Random(seed), threading.Event()
     documents = [prompt_of(40, each) for each in range(8)]
-    first = make_bench(num_blocks=256, groups=groups)
-    generate_and_store(first, with_store(first, store), documents)
+    generate_and_store(store, documents, num_blocks=256, groups=groups)
     left = random.randrange(4)
     """Loads that the disk still answers."""
 
@@ -337,8 +335,7 @@ def test_a_request_that_needs_the_blocks_of_an_abandoned_load(
     """It waits until the disk answers, and ends with an error that names it only after a time."""
     monkeypatch.setattr(offloading, "_PATIENCE", 0.2)
     monkeypatch.setattr(offloading, "_LAST_WAIT", 30.0 if does_answer else 0.5)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt_of(40)])
+    generate_and_store(store, [prompt_of(40)])
     may_go = threading.Event()
 
     def block(kind: str, blocks: Any) -> None:
@@ -373,8 +370,7 @@ def test_a_request_that_needs_the_blocks_of_an_abandoned_load(
 
 def test_an_abort_waits_for_no_disk_and_frees_no_block_of_it(store: KVStore) -> None:
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     answers = threading.Event()
     second = make_bench()
     faulty = FaultyStore(store, lambda kind, blocks: answers.wait(30) and None)
@@ -396,8 +392,7 @@ def test_what_is_slower_than_computing_is_computed(
 ) -> None:
     monkeypatch.setattr(offloading, "_GAIN", 0.8)
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     second = make_bench()
     offloader = with_store(second, store)
     offloader._load_rate.add(1, 1.0)  # a byte per second
@@ -458,8 +453,7 @@ def test_transfers_rest_while_steps_run_and_not_after_them(
 
     monkeypatch.setattr(offloading, "thread_time", tick)
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     offloader = with_store(second := make_bench(), store)
     second.submit({"runs": prompt_of(8, seed=1)})
     second.engine.step()
@@ -492,8 +486,7 @@ def test_loads_of_the_first_requests_do_not_rest(
     store: KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sequences that run beside them began after they were looked up."""
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt_of(40)])
+    generate_and_store(store, [prompt_of(40)])
     factors = recorded_rests(monkeypatch)
     offloader = with_store(second := make_bench(), store)
     second.submit({"loads": prompt_of(40)})
@@ -580,8 +573,7 @@ def test_blocks_that_are_stored_are_not_moved_again(store: KVStore) -> None:
 
 def test_a_prefix_that_another_request_loads_is_looked_up_once(store: KVStore) -> None:
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
     may_go = threading.Event()
     matched: list[Any] = []
     second = make_bench()
@@ -651,8 +643,7 @@ def test_a_flush_ends_soon_if_the_disk_writes_nothing(
 def test_entries_of_another_length_are_computed(store: KVStore) -> None:
     """As if a part of the layout were missing in the fingerprint."""
     prompt = prompt_of(40)
-    first = make_bench()
-    generate_and_store(first, with_store(first, store), [prompt])
+    generate_and_store(store, [prompt])
 
     def refuse(kind: str, blocks: Any) -> None:
         if kind == "load":
@@ -740,8 +731,7 @@ def test_everything_that_is_admitted_at_once_is_looked_up(store: KVStore) -> Non
     """More than the first of the queue, and each with a stored end after the stored beginning."""
     begin = prompt_of(24)
     prompts = [[*begin, *prompt_of(12, seed)] for seed in range(40)]
-    first = make_bench(num_blocks=512)
-    generate_and_store(first, with_store(first, store), prompts)
+    generate_and_store(store, prompts, num_blocks=512)
     second = make_bench(num_blocks=512)
     with_store(second, store)
     answers = generate(second, prompts)

@@ -18,7 +18,7 @@ from pyengine.kv_cache import (
     Transfer,
 )
 from tests.support.blocks import computed, step_arrays
-from tests.support.processes import run_program
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no forks")
 
@@ -177,8 +177,7 @@ def run(code: str, *arguments: str) -> None:
             assert status == 0, f"the child ended with {{status}}"
         {code}
         print("done")"""
-    command = [sys.executable, "-c", begin, *arguments]
-    done = run_program(command, timeout=MINUTE, cwd=ROOT)
+    done = run_python(begin, *arguments, timeout=MINUTE, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

@@ -27,7 +27,7 @@ from pyengine.kv_cache import (
     Transfer,
     kv_fingerprint,
 )
-from tests.support.processes import run_program
+from tests.support.processes import run_python
 from tests.support.read_only import another_user, read_only
 
 ROOT = Path(__file__).parents[3]
@@ -455,8 +455,7 @@ def test_a_fork_is_refused_and_ends(folder: Path) -> None:
         assert store.close(MINUTE)
         print("done")"""
     start = time.monotonic()
-    command = [sys.executable, "-c", code, str(folder)]
-    done = run_program(command, timeout=MINUTE, cwd=ROOT)
+    done = run_python(code, str(folder), timeout=MINUTE, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert time.monotonic() - start < 9, "the child waited for a thread that it does not have"
 
@@ -488,8 +487,7 @@ def test_a_fork_keeps_nobody_from_writing_and_lets_nobody_else(folder: Path) -> 
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         print("done")"""
-    command = [sys.executable, "-c", code, str(folder)]
-    done = run_program(command, timeout=MINUTE, cwd=ROOT)
+    done = run_python(code, str(folder), timeout=MINUTE, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
