@@ -51,13 +51,7 @@ def test_it_answers_at_once(arguments: list[str], status: int, tmp_path: Path) -
 
 
 def test_python_runs_the_package_like_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pyengine", "genrate"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    done = run_program([sys.executable, "-m", "pyengine", "genrate"], cwd=ROOT)
     assert done.returncode == 2
     assert "generate" in done.stderr
     assert "Traceback" not in done.stderr
