@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
+from itertools import count
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -508,14 +509,17 @@ async def test_what_ends_all_requests_is_logged_with_its_traceback_once(
 async def test_a_dead_engine_says_so_to_everybody(model: FakeModel) -> None:
     import torch
 
-    def broken(*step: Any) -> Any:
-        raise torch.AcceleratorError("the device is gone")
-
     engine: AsyncEngine = model.async_engine()
+    run, steps = model.bench.runner.run, count()
+
+    def breaks(*step: Any) -> Any:
+        if len(engine._live) == 3 and next(steps) > 3:
+            raise torch.AcceleratorError("the device is gone")
+        return run(*step)
+
+    model.bench.runner.run = breaks  # type: ignore[method-assign]
     streams = [engine.generate([at], LONG) for at in range(3)]
-    for stream in streams:
-        await anext(stream)
-    model.bench.runner.run = broken  # type: ignore[method-assign]
+    await asyncio.gather(*(anext(stream) for stream in streams))
     for stream in streams:
         with pytest.raises(EngineDeadError, match="the device is gone"):
             await last_of(stream)

@@ -220,8 +220,9 @@ def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(
     gate.is_open.set()
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[at] for at in range(40)], GREEDY, use_tqdm=False)
-    assert ends.lengths.keys() == set(range(40))  # it has waited for that
-    assert max(ends.lengths.values()) < 8
+    ended = {first: ends.lengths[first] for first in ends.lengths if first < 40}  # 90 may have, too
+    assert ended.keys() == set(range(40))  # it has waited for that
+    assert max(ended.values()) < 8
     assert tokens_of([list(other)[-1]]) == [continued([90, 2], 190)]
 
 

@@ -126,11 +126,11 @@ def test_an_async_engine_is_refused_in_a_fork(is_locked: bool, engine: AsyncEngi
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_engines_are_not_copied_and_what_goes_in_and_out_is(copied: Any, model: FakeModel) -> None:
+    with model.async_engine() as engine, pytest.raises(TypeError, match="AsyncEngine cannot be"):
+        copied(engine)
     llm = model.llm()
     with pytest.raises(TypeError, match=r"LLM cannot be pickled or copied: .* in each process"):
         copied(llm)
-    with model.async_engine() as engine, pytest.raises(TypeError, match="AsyncEngine cannot be"):
-        copied(engine)
     params = SamplingParams(
         n=2, stop=["a"], stop_token_ids=[3], logit_bias={1: 2.0}, bad_words=["b"], seed=5
     )

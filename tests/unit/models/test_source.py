@@ -121,7 +121,7 @@ def test_a_gguf_file_is_a_source_of_its_own(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     resolved = resolve_source(path)
-    assert (resolved.path, resolved.gguf, resolved.name) == (path, path, "model")
+    assert (resolved.path, resolved.is_gguf, resolved.name) == (path, True, "model")
     with pytest.raises(ValueError, match="is a file"):
         _ = resolved.folder
 
