@@ -21,12 +21,13 @@ def test_mix64_is_the_finaliser_of_splitmix64() -> None:
         ]
 
 
-def scalar_uniform(seed: int, position: int) -> float:
-    def mix(x: int) -> int:
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-        return x ^ (x >> 31)
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
 
+
+def scalar_uniform(seed: int, position: int) -> float:
     return (mix((mix(seed % 2**64) + (position + 1) * GOLDEN_GAMMA) % 2**64) >> 11) / 2**53
 
 
@@ -85,12 +86,6 @@ def test_the_first_sample_has_the_seed_of_its_request() -> None:
 
 def test_seeds_of_samples_stay_the_same() -> None:
     """Results of a seed are compared between versions: vectors, computed by Python's integers."""
-
-    def mix(x: int) -> int:
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-        return x ^ (x >> 31)
-
     for seed in (0, 1, 2, 2**63):
         for index in (1, 2, 15):
             assert sample_seed(seed, index) == mix(

@@ -122,23 +122,16 @@ def beside(
     return service.seconds_to_end(answer)
 
 
-def test_500_requests_of_another_tenant_are_waited_for_like_one() -> None:
-    one = beside(A, 1)
-    assert beside(A, 500) < 2 * one
-    assert beside(B, 500) > 20 * one  # of the same tenant: what the first number was
-
-
-def test_1024_prompts_at_once_are_waited_for_like_one() -> None:
-    one = beside(A, 1, output=16)
-    assert beside(A, 1024, output=16) < 2 * one
-    assert beside(B, 1024, output=16) > 20 * one
-
-
-def test_long_prompts_are_waited_for_like_one() -> None:
-    """Those that were admitted would take the budget of every step."""
-    one = beside(A, 1, prompt=8192)
-    assert beside(A, 50, prompt=8192) < 2 * one
-    assert beside(B, 50, prompt=8192) > 20 * one
+@pytest.mark.parametrize(
+    ("count", "size"), [(500, {}), (1024, {"output": 16}), (50, {"prompt": 8192})]
+)
+def test_requests_of_another_tenant_are_waited_for_like_one(
+    count: int, size: dict[str, int]
+) -> None:
+    """Long prompts that were admitted would take the budget of every step."""
+    one = beside(A, 1, **size)
+    assert beside(A, count, **size) < 2 * one
+    assert beside(B, count, **size) > 20 * one  # of the same tenant
 
 
 def test_a_pool_that_another_tenant_fills_is_shared() -> None:
