@@ -1,6 +1,5 @@
 """Offline use: a model, prompts, answers. Names and defaults are those of vLLM."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -29,10 +28,9 @@ from pyengine.request.prompts import (
 from pyengine.request.request import Request, RequestOptions
 from pyengine.request.thinking import stripped_thinking
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.utils.progress import progress_bar
 
 Priorities = float | Sequence[float]
-
-_BETWEEN_LINES = 10.0  # seconds between two lines of progress
 
 
 class LLM(EngineClientBase):
@@ -244,7 +242,7 @@ class LLM(EngineClientBase):
         done: dict[int, RequestOutput] = {}
         start, before = monotonic(), self._engine.num_new_tokens
         num_cached = num_prompt = 0
-        bar = _progress_bar(len(requests)) if use_tqdm else None
+        bar = progress_bar(len(requests)) if use_tqdm else None
         with nullcontext() if bar is None else bar:
             for output in self._read(requests, RequestOutputKind.FINAL_ONLY):
                 done[output.index] = output
@@ -265,29 +263,3 @@ class LLM(EngineClientBase):
                 outputs,
             )
         return outputs
-
-
-class _Lines:
-    """Standard error for a bar of tqdm where it is no terminal: each state of the bar is a line."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            sys.stderr.write(f"{line}\n")
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
-def _progress_bar(total: int) -> Any:
-    """A bar; a line every `_BETWEEN_LINES` seconds where standard error goes to a file or pipe."""
-    from tqdm import tqdm
-
-    if sys.stderr.isatty() or "ipykernel" in sys.modules:  # notebooks draw bars, too
-        return tqdm(total=total, unit="prompt", dynamic_ncols=True)
-    return tqdm(
-        total=total,
-        file=_Lines(),
-        delay=_BETWEEN_LINES,
-        mininterval=_BETWEEN_LINES,
-        bar_format="{n_fmt} of {total_fmt} prompts in {elapsed}{postfix}",
-    )

@@ -4,9 +4,8 @@ import os
 import re
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,11 +30,9 @@ from pyengine.cli.terminal import note
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.progress import progress_bar
 
 _MODEL_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|\S+\.gguf")
-
-_BETWEEN_LINES = 10.0
-"""Seconds between lines of progress."""
 
 RECORDING = b"kvtrace\n"
 """The first bytes of a recording of the block manager."""
@@ -181,7 +178,7 @@ def _answer_many(meter: Meter, batch: Batch, ready: Mapping[int, Any], results: 
     failures = 0
     try:
         with (
-            _progress(len(places)) as advance,
+            nullcontext() if sys.stdout.isatty() else progress_bar(len(places)) as bar,
             ended(engine.generate_iter(list(ready.values()), params)) as outputs,
         ):
             for result in outputs:
@@ -191,7 +188,8 @@ def _answer_many(meter: Meter, batch: Batch, ready: Mapping[int, Any], results: 
                 if result.error is not None:
                     failures += 1
                     note(f"prompt {place + 1} failed: {in_options(result.error)}")
-                advance()
+                if bar is not None:  # else the answers on the terminal are the progress
+                    bar.update()
     except BaseException:
         _close(results, meter, failed=True)
         raise
@@ -206,24 +204,3 @@ def _close(results: Results, meter: Meter, *, failed: bool) -> None:
         note(summary)
     if not failed or meter.tokens["new"]:
         note(str(meter), dim=True)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], object]]:
-    """Progress on standard error: a bar if only that is a terminal, lines if nothing is."""
-    done, last = 0, time.monotonic()
-
-    def advance() -> None:
-        nonlocal done, last
-        done += 1
-        if not sys.stdout.isatty() and time.monotonic() - last >= _BETWEEN_LINES:
-            note(f"{done} of {total} prompts")
-            last = time.monotonic()
-
-    if sys.stdout.isatty() or not sys.stderr.isatty():
-        yield advance
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="prompt", dynamic_ncols=True) as bar:
-        yield bar.update

@@ -42,7 +42,7 @@ from pyengine.scheduler.scheduler import Scheduler
 _log = logging.getLogger(__name__)
 
 _LOOKAHEAD = 16
-"""Maximum waiting sequences to look up before they can be admitted."""
+"""Maximum number of waiting sequences to look up before they can be admitted."""
 _MAX_OTHER_MODELS = 16
 """Fingerprints of other models in which a prompt is looked up to explain a miss."""
 _SHORT = 256
@@ -577,7 +577,7 @@ class KVOffloader(EnginePart):
         return {"store": self.stats()}
 
     def begin_flush(self) -> Flush:
-        """Begin to wait until the queue of now is written. Thread-safe."""
+        """Begin to wait until the current queue is written. Thread-safe."""
         self._last_flush = flush = Flush(self._store, lambda: self.num_pins)
         self._work.put(flush.is_copied.set)
         return flush

@@ -19,8 +19,8 @@ PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` (text) or `prompt_token_ids`, and `cache_salt`."""
 
 _LONGEST_TRUSTED = 1000
-"""Maximum characters of a text that needs no time limit: the tokenizers library stops after 10^7
-tries at one position, a fifth of a second."""
+"""Maximum length of a text that needs no time limit, in characters: the tokenizers library stops
+after 10^7 tries at one position, a fifth of a second."""
 _SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
 """The time limit for longer texts: a hundred times the usual time."""
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from pyengine.engine.client import EngineClientBase
 from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
 from pyengine.engine.offloading import STORE_COUNTERS
 from pyengine.engine.stats import EngineStats, StepResult
@@ -34,6 +34,9 @@ from pyengine.server.histograms import (
     family,
     one_two_five,
 )
+
+if TYPE_CHECKING:
+    from pyengine.engine.client import EngineClientBase
 
 FINISH_REASONS = ("error", "abort", "length", "stop")
 """From worst to best."""
@@ -112,7 +115,7 @@ class EngineMetrics:
     `name` distinguishes engines: it is the label `engine`.
     """
 
-    def __init__(self, engine: EngineClientBase, *, model_name: str, name: str = "0") -> None:
+    def __init__(self, engine: "EngineClientBase", *, model_name: str, name: str = "0") -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": name}
         self._about = engine.describe()
@@ -120,17 +123,18 @@ class EngineMetrics:
         self._ends: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         longest = self._about.get("max_model_len")
         lengths = one_two_five(longest if isinstance(longest, int) else _MAX_TOKENS)
-        self._histograms = [
-            Histogram(f"vllm:{name}", help, bounds or lengths) for name, help, bounds in _HISTOGRAMS
-        ]
-        self._first, self._gap, self._mean_gap, *others = self._histograms
-        self._whole, self._queue, self._inference, self._prefill, self._decode, *others = others
-        self._step_tokens, self._prompts, self._outputs, self._n, self._max_tokens = others
-        self._times = TokenGaps(self._gap)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", help, bounds or lengths)
+            for name, help, bounds in _HISTOGRAMS
+        }
+        self._times = TokenGaps(self._histograms["inter_token_latency_seconds"])
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         engine.observe(self)
+
+    def _add(self, name: str, value: float) -> None:
+        self._histograms[name].add(value)
 
     # Called on the engine's thread.
 
@@ -142,7 +146,7 @@ class EngineMetrics:
         if not result.num_tokens:
             return
         now = monotonic()
-        self._step_tokens.add(result.num_tokens)
+        self._add("iteration_tokens_total", result.num_tokens)
         counts = self._counts
         for state in result.begun:
             if not state.rules.max_output:  # a request for the prompt only
@@ -153,7 +157,10 @@ class EngineMetrics:
                 state.progress.num_restored_tokens, state.progress.num_cached_tokens
             )
             if state.result.first_token_time is not None:
-                self._first.add(state.result.first_token_time - state.arrival_time)
+                self._add(
+                    "time_to_first_token_seconds",
+                    state.result.first_token_time - state.arrival_time,
+                )
         counts.generation_tokens += self._times.step(result.rows, result.ended, now)
         counts.generation_tokens += result.num_drafted
 
@@ -164,11 +171,11 @@ class EngineMetrics:
         )
         self._ends[reason_of(request)] += 1
         num_output = sum([len(sample.token_ids) for sample in request.sequences])
-        self._prompts.add(len(request.prompt_token_ids))
-        self._outputs.add(num_output)
-        self._n.add(request.params.n)
+        self._add("request_prompt_tokens", len(request.prompt_token_ids))
+        self._add("request_generation_tokens", num_output)
+        self._add("request_params_n", request.params.n)
         if request.params.max_tokens is not None:
-            self._max_tokens.add(request.params.max_tokens)
+            self._add("request_params_max_tokens", request.params.max_tokens)
         self._add_times(request, num_output)
 
     def _add_times(self, request: EngineRequest, num_output: int) -> None:
@@ -178,19 +185,21 @@ class EngineMetrics:
             request.result.finished_time,
         )
         assert end is not None
-        self._whole.add(end - request.arrival_time)
+        self._add("e2e_request_latency_seconds", end - request.arrival_time)
         if begun is None:
             return
-        self._queue.add(begun - request.arrival_time)
-        self._inference.add(end - begun)
+        self._add("request_queue_time_seconds", begun - request.arrival_time)
+        self._add("request_inference_time_seconds", end - begun)
         if first is None:
             return
-        self._prefill.add(first - begun)
-        self._decode.add(end - first)
+        self._add("request_prefill_time_seconds", first - begun)
+        self._add("request_decode_time_seconds", end - first)
         num_later = num_output - sum([1 for sample in request.sequences if sample.token_ids])
         if num_later > 0:
             per_sample = len([sample for sample in request.sequences if len(sample.token_ids) > 1])
-            self._mean_gap.add((end - first) * per_sample / num_later)
+            self._add(
+                "request_time_per_output_token_seconds", (end - first) * per_sample / num_later
+            )
 
     # Called on the thread that serves a scrape.
 
@@ -200,7 +209,7 @@ class EngineMetrics:
         yield from self._gauges(stats)
         yield from self._of_vllm(stats)
         yield from self._ours(stats)
-        for histogram in self._histograms:
+        for histogram in self._histograms.values():
             yield histogram.family(self._labels)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:

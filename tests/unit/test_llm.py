@@ -468,7 +468,9 @@ def test_without_a_bar_nothing_of_it_is_made(
         llm.generate([[1, 2]], GREEDY, use_tqdm=True)
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(1e-9, ["1 of 2 prompts in", "2 of 2"]), (10, [])])
+@pytest.mark.parametrize(
+    ("seconds", "lines"), [(1e-9, ["1 of 2 prompts, ", "2 of 2 prompts, "]), (10, [])]
+)
 def test_progress_in_a_file_is_whole_lines(
     model: FakeModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -477,7 +479,7 @@ def test_progress_in_a_file_is_whole_lines(
     lines: list[str],
 ) -> None:
     """And none for a call that ends before the first is due."""
-    monkeypatch.setattr("pyengine.llm._BETWEEN_LINES", seconds)
+    monkeypatch.setattr("pyengine.utils.progress._BETWEEN_LINES", seconds)
     model.llm().generate([[1], [2]], GREEDY)
     written = capsys.readouterr().err
     assert "\r" not in written

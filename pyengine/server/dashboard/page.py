@@ -11,18 +11,20 @@ from contextlib import suppress
 from copy import deepcopy
 from importlib.resources import files
 from time import thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from pyengine.async_engine import AsyncEngine
 from pyengine.engine.stats import EngineView
 from pyengine.errors import PyEngineError
 from pyengine.server.dashboard import PAGE_POLICY
 from pyengine.server.dashboard.frames import FrameMaker
 from pyengine.server.errors import ApiError
 from pyengine.server.metrics import bytes_per_block
+
+if TYPE_CHECKING:
+    from pyengine.async_engine import AsyncEngine
 
 FRAME_SECONDS = 0.25
 """Shortest time between two frames."""
@@ -119,7 +121,7 @@ class EngineBroadcaster(FrameBroadcaster):
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: "AsyncEngine",
         *,
         model_name: str,
         show_prompts: bool = False,
@@ -175,7 +177,7 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     return str if tokenizer is None else deepcopy(tokenizer).decode
 
 
-def _about(engine: AsyncEngine, model_name: str) -> dict[str, Any]:
+def _about(engine: "AsyncEngine", model_name: str) -> dict[str, Any]:
     """The constant part of each frame."""
     about = engine.describe()
     return {

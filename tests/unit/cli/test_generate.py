@@ -91,7 +91,7 @@ def test_progress_is_a_line_from_time_to_time(
 ) -> None:
     arguments = ["one", "two", "three", "--output"]
     assert "prompts\n" not in run(FakeEngine(), *arguments, str(tmp_path / "a")).stderr
-    monkeypatch.setattr("pyengine.cli.generate._BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("pyengine.utils.progress._BETWEEN_LINES", 1e-9)
     shown = run(FakeEngine(), *arguments, str(tmp_path / "b")).stderr
     assert shown.startswith("1 of 3 prompts\n2 of 3 prompts\n3 of 3 prompts\n")
 
