@@ -2,14 +2,13 @@
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from heapq import heapify, heappop, heappush
-from itertools import count
 from time import monotonic
 from typing import Any
 
+from pyengine.engine.deadlines import Deadlines
 from pyengine.engine.input_processor import refuse_taken
 from pyengine.engine.output_processor import OutputProcessor, lost_grammars
-from pyengine.engine.parts import EnginePart
+from pyengine.engine.parts import EnginePart, EngineParts
 from pyengine.engine.recovery import StepRecovery
 from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepResult, view_of
 from pyengine.engine.step_rows import RecentRows, StepRows, SubmittedStep
@@ -37,17 +36,14 @@ class Engine:
         self._manager = manager
         self._scheduler = scheduler
         self._executor = executor
-        self._parts = tuple(parts)
+        self._parts = EngineParts(parts)
         self._requests: dict[str, Request] = {}
         """Unfinished requests, by id."""
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._numbers = count()
+        self._deadlines = Deadlines()
         self._waits_for_blocks = False
         """True if no step could be planned, and blocks come free without one."""
         self._rows = RecentRows()
-        self._output = OutputProcessor(
-            reads_each_token=any(part.reads_each_token for part in self._parts)
-        )
+        self._output = OutputProcessor(reads_each_token=self._parts.read_each_token)
         self._queue: deque[SubmittedStep] = deque()
         """Running steps: at most two, the older one first."""
         self.recovery = StepRecovery(scheduler)
@@ -57,17 +53,6 @@ class Engine:
         self._is_stepping = False
         self.death = ""
         """The reason why no further step can run; empty if one can."""
-        self._before_plan = self._overriding("before_plan")
-        self._planned = self._overriding("planned")
-        self._committed = self._overriding("committed")
-        self._prompt_done = self._overriding("prompt_done")
-        self._finished = self._overriding("finished")
-        self._idle = self._overriding("idle")
-
-    def _overriding(self, method: str) -> list[EnginePart]:
-        """The parts that override a method: only they are called in each step."""
-        default = getattr(EnginePart, method)
-        return [part for part in self._parts if getattr(type(part), method) is not default]
 
     @property
     def has_work(self) -> bool:
@@ -103,8 +88,7 @@ class Engine:
             self._requests[request.request_id] = request
             self._output.begin(request)
             self._scheduler.add(request.sequences[0])
-            if request.deadline is not None:
-                heappush(self._deadlines, (request.deadline, next(self._numbers), request))
+            self._deadlines.add(request)
         except BaseException:  # Ctrl-C, too: all or nothing
             self._scheduler.finish(request.sequences)
             self._requests.pop(request.request_id, None)
@@ -143,8 +127,8 @@ class Engine:
 
     def _schedule(self) -> ScheduledStep | None:
         """Plan the next step. None: no request can run, or it needs tokens of the one before."""
-        if self._deadlines:
-            self._end_overdue()
+        for request in self._deadlines.overdue(len(self._requests)):
+            self.abort([request], stop_reason="deadline")
         before = self._queue[-1].step if self._queue else None
         held: Collection[SequenceState] = ()
         suspects = self.recovery.faults.suspects
@@ -152,17 +136,17 @@ class Engine:
             if before is not None:  # one step at a time during the search
                 return None
             held = self.recovery.held(self._requests.values())
-        for part in self._before_plan:
+        for part in self._parts.before_plan:
             part.before_plan(self._scheduler, before)
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:
-            if not any([part.frees_blocks() for part in self._parts]):
+            if not self._parts.free_blocks():
                 self._fail(error.sequence.request, error)
                 return None
             step = None
         if step is None:
-            self._waits_for_blocks = any([part.frees_blocks() for part in self._parts])
+            self._waits_for_blocks = self._parts.free_blocks()
             self.recovery.release()
         else:
             step.may_draft = not suspects
@@ -174,7 +158,7 @@ class Engine:
             return False
         before = self._queue[-1].model_step if self._queue else None
         try:
-            for part in self._planned:
+            for part in self._parts.planned:
                 part.planned(step)
             rows, positions = self._rows.of(step)
             model_step = ModelStep(step.plan, rows.batch, positions, step.mtp)
@@ -216,7 +200,7 @@ class Engine:
             return None
         if self.recovery.is_active:
             self.recovery.succeeded(step.sequences)
-        for part in self._committed:
+        for part in self._parts.committed:
             part.committed(submitted)
         return submitted
 
@@ -247,7 +231,7 @@ class Engine:
             self._fail(request, StructuredOutputError(str(error)) if has_grammar else error)
         sequences = dict.fromkeys([rows.sequences[row] for row in error.rows])
         going_on = [sequence for sequence in sequences if sequence.output.finish_reason is None]
-        for part in self._parts:
+        for part in self._parts.all:
             part.without_token(going_on, error)
 
     def _end_steps(self) -> None:
@@ -286,7 +270,7 @@ class Engine:
         """Call the parts for a prompt that was computed, and fork its further samples."""
         if request.rules.max_output:  # else it wants its prompt alone
             request.result.first_token_time = monotonic()
-        for part in self._prompt_done:
+        for part in self._parts.prompt_done:
             for further in part.prompt_done(request):
                 self.add(further)
         if request.rules.max_output and len(request.sequences) > 1:
@@ -306,7 +290,7 @@ class Engine:
 
     def _release(self, sequences: Sequence[SequenceState]) -> None:
         """Call the parts for sequences that have ended, and release their blocks."""
-        for part in self._finished:
+        for part in self._parts.finished:
             part.finished(sequences)
         self._scheduler.finish(sequences)
 
@@ -350,27 +334,17 @@ class Engine:
         self.recovery.forget([request])
         self._remove(request, error)
 
-    def _end_overdue(self) -> None:
-        """End requests whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= monotonic():
-            *_, request = heappop(self._deadlines)
-            self.abort([request], stop_reason="deadline")
-        if len(self._deadlines) > 2 * len(self._requests) + 64:  # most have ended in time
-            live = [entry for entry in self._deadlines if entry[2].result.finished_time is None]
-            heapify(live)
-            self._deadlines = live
-
     def idle(self) -> float | None:
         """Let the parts use the time without requests.
 
         Returns the seconds after which to call this again, at most; None: never.
         """
-        waits = [part.idle() for part in self._idle]
+        waits = [part.idle() for part in self._parts.idle]
         return min([seconds for seconds in waits if seconds is not None], default=None)
 
     def close(self, timeout: float) -> None:
         """End the parts' threads, within `timeout` seconds."""
-        for part in self._parts:
+        for part in self._parts.all:
             part.close(timeout)
 
     def view(self, max_requests: int) -> EngineView:
@@ -388,7 +362,7 @@ class Engine:
         for name, number in self._scheduler.reuse.items():
             counters[name] = counters.get(name, 0) + number
         of_parts: dict[str, Any] = {}
-        for part in self._parts:
+        for part in self._parts.all:
             of_parts |= part.engine_stats()
         return EngineStats(
             usage=self._manager.usage(),

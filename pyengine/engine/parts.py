@@ -65,6 +65,29 @@ class EnginePart:
         return True
 
 
+class EngineParts:
+    """The parts of an engine, in their order."""
+
+    def __init__(self, parts: Sequence[EnginePart]) -> None:
+        self.all = tuple(parts)
+        self.read_each_token = any(part.reads_each_token for part in parts)
+        # A step calls only parts that override a method.
+        self.before_plan = self._overriding(EnginePart.before_plan)
+        self.planned = self._overriding(EnginePart.planned)
+        self.committed = self._overriding(EnginePart.committed)
+        self.prompt_done = self._overriding(EnginePart.prompt_done)
+        self.finished = self._overriding(EnginePart.finished)
+        self.idle = self._overriding(EnginePart.idle)
+
+    def _overriding(self, default: Callable[..., Any]) -> list[EnginePart]:
+        name = default.__name__
+        return [part for part in self.all if getattr(type(part), name) is not default]
+
+    def free_blocks(self) -> bool:
+        """True if any part holds blocks that come free without a step."""
+        return any([part.frees_blocks() for part in self.all])
+
+
 class MemoryAhead(EnginePart):
     """Allocates memory of the blocks that come next while no request is there.
 

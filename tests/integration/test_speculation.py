@@ -179,7 +179,7 @@ def drafting(pair: tuple[Path, Path], **settings: Any) -> tuple[LLM, DraftModel]
 
 
 def drafter_of(llm: LLM) -> DraftModel:
-    (drafting,) = [part for part in llm._engine._parts if isinstance(part, Drafting)]
+    (drafting,) = [part for part in llm._engine._parts.all if isinstance(part, Drafting)]
     assert isinstance(drafting._drafter, DraftModel)
     return drafting._drafter
 

@@ -82,7 +82,7 @@ class Sink:
 def add_parts(engine: Engine, *parts: EnginePart) -> None:
     """Make an engine, which has run no step, anew with further parts, or others of their kind."""
     observers, kinds = engine._observers, {type(part) for part in parts}
-    kept = [part for part in engine._parts if type(part) not in kinds]
+    kept = [part for part in engine._parts.all if type(part) not in kinds]
     manager, scheduler, executor = engine._manager, engine._scheduler, engine._executor
     engine.__init__(manager, scheduler, executor, [*kept, *parts])  # type: ignore[misc]
     engine._observers = observers

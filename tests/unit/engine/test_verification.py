@@ -40,7 +40,7 @@ def verified_bench(share: float = 1.0, num_blocks: int = 64, **settings: object)
 
 
 def verifier_of(bench: Bench) -> HitVerifier:
-    (verifier,) = [part for part in bench.engine._parts if isinstance(part, HitVerifier)]
+    (verifier,) = [part for part in bench.engine._parts.all if isinstance(part, HitVerifier)]
     return verifier
 
 
