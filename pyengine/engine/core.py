@@ -88,7 +88,8 @@ class Engine:
             self._requests[request.request_id] = request
             self._output.begin(request)
             self._scheduler.add(request.sequences[0])
-            self._deadlines.add(request)
+            if request.deadline is not None:
+                self._deadlines.add(request.deadline, request)
         except BaseException:  # Ctrl-C, too: all or nothing
             self._scheduler.finish(request.sequences)
             self._requests.pop(request.request_id, None)

@@ -15,10 +15,9 @@ class Deadlines:
         self._heap: list[tuple[float, int, Request]] = []
         self._numbers = count()
 
-    def add(self, request: Request) -> None:
-        """Add a request, if it has a deadline."""
-        if request.deadline is not None:
-            heappush(self._heap, (request.deadline, next(self._numbers), request))
+    def add(self, deadline: float, request: Request) -> None:
+        """Add a request; `deadline` is in seconds of `time.monotonic`."""
+        heappush(self._heap, (deadline, next(self._numbers), request))
 
     def overdue(self, num_unfinished: int) -> Iterator[Request]:
         """Remove, one by one, the requests whose deadline has passed; some may have ended.
