@@ -34,6 +34,8 @@ ELSEWHERE = {
     "ls": "`pyengine list`",
     "show": "`pyengine info MODEL`",
     "download": "`pyengine pull MODEL`",
+    "start": "`pyengine serve MODEL`",
+    "version": "`pyengine -V`",
 }
 """Commands of other programs, and what they are here."""
 
