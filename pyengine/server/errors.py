@@ -89,6 +89,13 @@ class ApiError(HTTPException):
         return Response(self.to_json(), self.status_code, headers, media_type="application/json")
 
 
+class FieldError(ApiError):
+    """The error for a field of a request: status 400."""
+
+    def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
+        super().__init__(400, message, param=field, code=code)
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Convert any exception. Details of unexpected ones go to the log only."""
     match error:
@@ -150,9 +157,9 @@ def _of_validation(errors: Sequence[Any], request: Request) -> ApiError:
         is_form = isinstance(first["input"], bytes)
         return ApiError(400, remedy if is_form else f"the body is not a JSON object: {remedy}")
     if first["type"] == "missing":
-        return ApiError(400, f"{path} is missing", param=path, code="missing_parameter")
+        return FieldError(path, f"{path} is missing", code="missing_parameter")
     message = _PROMPT_FORMS if path.partition("[")[0] == "prompt" else first["msg"]
-    return ApiError(400, f"{path}={reprlib.repr(first['input'])}: {message}", param=path)
+    return FieldError(path, f"{path}={reprlib.repr(first['input'])}: {message}")
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:
@@ -180,7 +187,7 @@ def _of_unknown(path: str, location: Sequence[Any], request: Request) -> ApiErro
     refusal = None if is_within else rules_of(route).get(name)
     if refusal is not None:
         message = f"{name!r} is not supported, and nothing was run: {refusal.note}"
-        return ApiError(400, message, param=path, code="unsupported_parameter")
+        return FieldError(path, message, code="unsupported_parameter")
     body = getattr(request.scope.get("route"), "body_field", None)
     forms = [] if body is None else _forms_within(body.field_info.annotation)
     known = _known_names(forms, location[:-1])
@@ -191,7 +198,7 @@ def _of_unknown(path: str, location: Sequence[Any], request: Request) -> ApiErro
         nearest = difflib.get_close_matches(name, [other for other in known if other != name], n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
     message = f"unknown field {path!r}, and nothing was run: {hint}"
-    return ApiError(400, message, param=path, code="unknown_parameter")
+    return FieldError(path, message, code="unknown_parameter")
 
 
 def _hint_of_other_routes(name: str, route: str) -> str | None:

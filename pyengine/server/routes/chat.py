@@ -15,7 +15,7 @@ from pyengine.request.chat_template import ChatOptions, render_chat, template_te
 from pyengine.request.thinking import stripped_thinking
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.context import Context
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import FieldError
 from pyengine.server.routes.cache_control import cache_marks, pinned_prefixes
 from pyengine.server.routes.generation import (
     Call,
@@ -96,24 +96,18 @@ def _params(
     body: ChatCompletionRequest, tools: OfferedTools, default: SamplingParams
 ) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise ApiError(
-            400,
-            "max_tokens and max_completion_tokens mean the same: send one of them",
-            param="max_completion_tokens",
-        )
+        message = "max_tokens and max_completion_tokens mean the same: send one of them"
+        raise FieldError("max_completion_tokens", message)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        raise FieldError("top_logprobs", "top_logprobs needs logprobs: true")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     overrides: dict[str, Any] = {
         "max_tokens": limit,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
     if body.detokenize is False and tools.names:
-        raise ApiError(
-            400,
-            "detokenize: false returns no text, which tools need: leave it out",
-            param="detokenize",
-        )
+        message = "detokenize: false returns no text, which tools need: leave it out"
+        raise FieldError("detokenize", message)
     if tools.schema is not None:
         overrides["structured_outputs"] = StructuredOutputs(json=tools.schema)
     return sampling_params(body, default, overrides)

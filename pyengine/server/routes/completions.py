@@ -116,7 +116,7 @@ class _Writer:
         tally = UsageCounter(call)
         for item in outputs:
             tally.add(item)
-        choices = [choice for item in outputs for choice in self._choices(item)]
+        choices = [self._choice(item, output) for item in outputs for output in item.outputs]
         return _response(call, choices, {"usage": tally.usage()})
 
     async def chunks(self, call: Call) -> AsyncIterator[str | ServerModel]:
@@ -143,9 +143,6 @@ class _Writer:
                     self._plain[choice.index] = _text_items(call, choice, usage)
         if options is not None and options.include_usage:
             yield _response(call, [], {"usage": tally.usage()})
-
-    def _choices(self, item: RequestOutput) -> list[CompletionChoice]:
-        return [self._choice(item, output) for output in item.outputs]
 
     def _choice(self, item: RequestOutput, output: CompletionOutput) -> CompletionChoice:
         """A choice or its delta. The first delta contains the fields of the prompt."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import FieldError
 from pyengine.server.schemas.fields import Effect, rules_of
 from pyengine.server.settings import ServerSettings
 
@@ -35,10 +35,9 @@ def ignored_fields(route: str, body: Any) -> list[str]:
         rule, value = rules[name], getattr(body, name)
         match rule.effect_of(value, body):
             case Effect.REFUSED:
-                raise ApiError(
-                    400,
+                raise FieldError(
+                    name,
                     f"{name!r} with this value is not supported, and nothing was run: {rule.note}",
-                    param=name,
                     code=_CODE,
                 )
             case Effect.IGNORED:
@@ -55,10 +54,9 @@ def check_ignored(names: Sequence[str], route: str, settings: ServerSettings) ->
         return
     rule = rules_of(route).get(names[0])
     reason = f" ({rule.note})" if rule is not None else ""
-    raise ApiError(
-        400,
+    raise FieldError(
+        names[0],
         f"{names[0]} has no effect{reason}, and this server refuses such fields (--strict): leave "
         "it out",
-        param=names[0],
         code=_CODE,
     )

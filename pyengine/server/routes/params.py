@@ -9,7 +9,7 @@ from typing import Any
 
 from pyengine.request.request import Request
 from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import FieldError
 from pyengine.server.schemas.requests import (
     MAX_ITEMS,
     MAX_WORD_CHARACTERS,
@@ -65,28 +65,22 @@ def sampling_params(
     if structured is not None:
         fields["structured_outputs"] = structured
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        raise FieldError("stream_options", "stream_options needs stream: true")
     return replace(default, **{**fields, **overrides, "output_kind": kind})
 
 
 def _check_words(words: Sequence[str]) -> None:
     length = sum(map(len, words))
     if length > MAX_WORD_CHARACTERS:
-        raise ApiError(
-            400,
-            f"bad_words have {length} characters in all: the limit is {MAX_WORD_CHARACTERS}",
-            param="bad_words",
-        )
+        message = f"bad_words have {length} characters in all: the limit is {MAX_WORD_CHARACTERS}"
+        raise FieldError("bad_words", message)
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     for token in bias:
         if not re.fullmatch(r"0|[1-9][0-9]{0,18}", token):  # a canonical form: no id occurs twice
-            raise ApiError(
-                400,
-                f"logit_bias[{reprlib.repr(token)}]: its keys must be token ids, as text",
-                param="logit_bias",
-            )
+            message = f"logit_bias[{reprlib.repr(token)}]: its keys must be token ids, as text"
+            raise FieldError("logit_bias", message)
     return {int(token): value for token, value in bias.items()}
 
 
@@ -95,17 +89,13 @@ def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
     response_format, fields = body.response_format, body.structured_outputs
     if response_format is not None and response_format.type != "text":
         if fields is not None:
-            raise ApiError(
-                400,
-                "response_format and structured_outputs exclude each other: send one of them",
-                param="response_format",
-            )
+            message = "response_format and structured_outputs exclude each other: send one of them"
+            raise FieldError("response_format", message)
         if response_format.type == "json_object":
             return StructuredOutputs(json_object=True)
         if response_format.json_schema is None:
-            raise ApiError(
-                400, "response_format.json_schema is missing", param="response_format.json_schema"
-            )
+            message = "response_format.json_schema is missing"
+            raise FieldError("response_format.json_schema", message)
         return StructuredOutputs(json=response_format.json_schema.schema_)
     if fields is None:
         return None
@@ -115,10 +105,9 @@ def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
 def check_count(n: int | None, num_prompts: int) -> None:
     """Raise `ApiError` if a call asks for too many answers."""
     if (n or 1) * num_prompts > MAX_ITEMS:
-        raise ApiError(
-            400,
+        raise FieldError(
+            "n",
             f"n={n or 1} answers to each of {num_prompts} prompts: the limit is {MAX_ITEMS} in all",
-            param="n",
         )
 
 
@@ -131,12 +120,8 @@ def within_limit(body: SamplingFields, params: SamplingParams, limit: int | None
     if limit is None:
         return params
     if length is not None and length > limit:
-        raise ApiError(
-            400,
-            f"{name}={shown(length)}: this server's limit is {limit} tokens per answer",
-            param=name,
-            code="max_answer_tokens",
-        )
+        message = f"{name}={shown(length)}: this server's limit is {limit} tokens per answer"
+        raise FieldError(name, message, code="max_answer_tokens")
     longest = limit if params.max_tokens is None else min(limit, params.max_tokens)
     return replace(params, max_tokens=longest)
 
@@ -146,11 +131,10 @@ def check_length(body: SamplingFields, request: Request) -> None:
     (name, length), limit = _length_field(body), request.rules.max_output
     if length is not None and length > limit:
         num_prompt_tokens = len(request.prompt_token_ids)
-        raise ApiError(
-            400,
+        raise FieldError(
+            name,
             f"{name}={shown(length)}: the prompt has {num_prompt_tokens} tokens and the context "
             f"{num_prompt_tokens + limit}, so the answer can have at most {limit} tokens",
-            param=name,
             code="context_length_exceeded",
         )
 
@@ -185,12 +169,11 @@ def _check_product(factors: Mapping[str, int], name: str, limit: int) -> None:
     count = prod(factors.values())
     if count > limit:
         numbers = ", ".join(f"{factor}={number}" for factor, number in factors.items())
-        raise ApiError(
-            400,
+        raise FieldError(
+            "prompt_logprobs" if name == "max_prompt_logprobs" else "logprobs",
             f"the response could have {count} log-probabilities or copies of tokens (the product "
             f"of {numbers}); this server's limit is {limit} (--{name.replace('_', '-')}): send "
             "fewer or shorter prompts at a time, or request less",
-            param="prompt_logprobs" if name == "max_prompt_logprobs" else "logprobs",
             code="too_many_logprobs",
         )
 
@@ -206,4 +189,4 @@ def check_priority(priority: float, limit: float) -> None:
     if abs(priority) <= limit:
         return
     allowed = f"from -{limit:g} to {limit:g}" if limit else "0, unless --max-priority is set"
-    raise ApiError(400, f"priority={priority:g}: this server allows {allowed}", param="priority")
+    raise FieldError("priority", f"priority={priority:g}: this server allows {allowed}")

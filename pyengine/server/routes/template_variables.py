@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.request.chat_messages import template_reads
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import FieldError
 from pyengine.server.schemas.requests import ChatOptionFields
 from pyengine.server.settings import ServerSettings
 
@@ -28,11 +28,10 @@ class TemplateVariables:
         allowed, values = settings.template_variable, dict(body.chat_template_kwargs or {})
         for name in values:
             if name not in allowed:
-                raise ApiError(
-                    400,
+                raise FieldError(
+                    "chat_template_kwargs",
                     f"chat_template_kwargs[{name[:80]!r}] is not allowed; this server allows "
                     f"{', '.join(allowed) or 'none'}",
-                    param="chat_template_kwargs",
                 )
         ignored = []
         for name in _OWN_FIELDS:
@@ -40,11 +39,10 @@ class TemplateVariables:
             if value is None:
                 continue
             if values.get(name, value) != value:
-                raise ApiError(
-                    400,
+                raise FieldError(
+                    name,
                     f"{name}={value!r} differs from {values[name]!r:.80} in chat_template_kwargs: "
                     "send one of them",
-                    param=name,
                 )
             if name in allowed and template_reads(template, name):
                 values[name] = value

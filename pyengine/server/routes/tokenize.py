@@ -11,7 +11,7 @@ from pyengine.request.chat_template import template_text
 from pyengine.request.untrusted_calls import tokenizer_errors
 from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import FieldError
 from pyengine.server.routes.chat import chat_options, ignored_of_tools, render
 from pyengine.server.routes.generation import encode, unless_gone
 from pyengine.server.routes.ignored import check_ignored, ignored_header
@@ -61,7 +61,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: Context) ->
     """The token ids of a prompt, or of a conversation by the model's chat template."""
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "send either prompt or messages", param="prompt")
+        raise FieldError("prompt", "send either prompt or messages")
     template = template_text(context.engine.tokenizer, has_tools=bool(body.tools))
     variables = TemplateVariables.of(body, template, context.settings)
     ignored = [*variables.ignored, *ignored_of_tools(body.tools or ())]

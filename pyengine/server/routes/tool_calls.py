@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import FieldError
 from pyengine.server.schemas.requests import ChatCompletionRequest, Function, Tool
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -70,22 +70,21 @@ def offered_tools(body: ChatCompletionRequest) -> OfferedTools:
     are_functions = field == "function_call"
     if len(functions) < len(tools):
         of = "functions" if are_functions else "tools"
-        raise ApiError(400, f"{of}: two of them have the same name", param=of)
+        raise FieldError(of, f"{of}: two of them have the same name")
     if choice == "none":
         return OfferedTools()
     if choice in (None, "auto"):
         return OfferedTools(frozenset(functions), None, tools, are_functions)
     if choice == "required" and not tools:
-        raise ApiError(400, f"{field} needs tools", param=field)
+        raise FieldError(field, f"{field} needs tools")
     names, is_required = _chosen(field, choice, functions)
     if not is_required:
         return OfferedTools(frozenset(names), None, tools, are_functions)
     if body.response_format is not None or body.structured_outputs is not None:
-        raise ApiError(
-            400,
+        raise FieldError(
+            field,
             f"{field} requires a call, which excludes response_format and structured_outputs: "
             "send one of them",
-            param=field,
         )
     schema = _schema([functions[name] for name in names])
     return OfferedTools(frozenset(names), schema, tools, are_functions)
@@ -96,18 +95,16 @@ def _offer(body: ChatCompletionRequest) -> tuple[str, Sequence[Tool], Any]:
     choice = body.function_call
     if not body.functions:
         if choice not in (None, "none", "auto"):
-            raise ApiError(
-                400,
+            raise FieldError(
+                "function_call",
                 f"function_call={reprlib.repr(choice)} needs functions; tools have tool_choice",
-                param="function_call",
             )
         return "tool_choice", body.tools or (), body.tool_choice
     if body.tools or body.tool_choice is not None:
-        raise ApiError(
-            400,
+        raise FieldError(
+            "functions",
             "functions and function_call are the older form of tools and tool_choice: send one of "
             "the two",
-            param="functions",
         )
     tools = [
         Tool(type="function", function=function, cache_control=None) for function in body.functions
@@ -147,7 +144,7 @@ def _chosen(
         '"required", "tools": [...]}} with functions of tools'
     )
     shown = choice["function"] if field == "function_call" and isinstance(choice, dict) else choice
-    raise ApiError(400, f"{field}={reprlib.repr(shown)}: it must be {forms}", param=field)
+    raise FieldError(field, f"{field}={reprlib.repr(shown)}: it must be {forms}")
 
 
 def _name(function: Any) -> str:
@@ -167,10 +164,9 @@ def _schema(functions: Sequence[Function]) -> dict[str, Any]:
         for keyword in ("$defs", "definitions"):
             for name, definition in dict(parameters.pop(keyword, {})).items():
                 if definitions.setdefault(keyword, {}).setdefault(name, definition) != definition:
-                    raise ApiError(
-                        400,
+                    raise FieldError(
+                        "tools",
                         f"tools: two tools define {name!r} differently in {keyword}: rename one",
-                        param="tools",
                     )
         calls.append(
             {
