@@ -1,4 +1,4 @@
-"""Messages between ingress and replica: requests and deltas of their outputs."""
+"""Messages between ingress and replica: requests and their outputs."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,13 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.engine.model_limits import ModelLimits
-from pyengine.outputs import (
-    CacheExplanation,
-    CompletionOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from pyengine.outputs import RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from pyengine.request.prompts import StrippedThinking
 from pyengine.sampling_params import SamplingParams
@@ -52,35 +46,16 @@ class RemoteRequest:
         return b"" if self.cache_salt is None else self.cache_salt.encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A `RequestOutput` without the prompt, which the ingress has.
+def without_prompt(item: RequestOutput, *, is_first: bool) -> RequestOutput:
+    """An output as a replica sends it: without the prompt, which the ingress has.
 
     Only the first one of a request has `prompt_logprobs` and `cache`, which is without its hint.
     """
-
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int
-    num_restored_tokens: int
-    metrics: RequestMetrics
-    error: str | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    cache: CacheExplanation | None = None
-    pin_error: str | None = None
-
-    @classmethod
-    def of(cls, item: RequestOutput, *, is_first: bool) -> "Delta":
-        """The delta to send for an output."""
-        cache = item.cache if is_first else None
-        return cls(
-            outputs=item.outputs,
-            finished=item.finished,
-            num_cached_tokens=item.num_cached_tokens,
-            num_restored_tokens=item.num_restored_tokens,
-            pin_error=item.pin_error,
-            metrics=item.metrics,
-            error=item.error,
-            prompt_logprobs=item.prompt_logprobs if is_first else None,
-            cache=None if cache is None else replace(cache, _hint=None),
-        )
+    cache = item.cache if is_first else None
+    return replace(
+        item,
+        prompt=None,
+        prompt_token_ids=[],
+        prompt_logprobs=item.prompt_logprobs if is_first else None,
+        cache=None if cache is None else replace(cache, _hint=None),
+    )

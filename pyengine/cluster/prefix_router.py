@@ -11,6 +11,7 @@ Zadimoghaddam: Consistent hashing with bounded loads, 2016).
 
 import math
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Lock
@@ -99,40 +100,35 @@ class RouterStats:
     """Requests not sent to the cheapest replica, due to its load."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ReplicaState:
     """State of a replica in a router."""
 
     name: str
     num_blocks: int
-    num_cached_blocks: int
-    is_current: bool
+    num_cached_blocks: int = 0
+    is_current: bool = False
     """True if the router has its snapshot and all events since."""
-    num_routed: int
-    num_requests: int
+    num_routed: int = 0
+    num_requests: int = 0
     """Requests in progress."""
-    load: Load
+    load: Load = field(default_factory=Load)
 
 
-@dataclass(slots=True, eq=False)
-class _Replica:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Replica(ReplicaState):
     """Internal state of a replica; `bit` is its position in the index's bit sets."""
 
     info: ReplicaInfo
     bit: int
     epoch: str = ""
     next: int = 0
-    is_current: bool = False
-    num_cached_blocks: int = 0
     num_used_blocks: int = 0
     """Distinct blocks of the prompts in progress."""
     num_pending: int = 0
     """Blocks of these prompts that are not computed yet; those to restore at their cost."""
-    num_requests: int = 0
-    num_routed: int = 0
     last: int = 0
     """Sequence number of the last request sent to it."""
-    load: Load = field(default_factory=Load)
 
     @property
     def num_running(self) -> int:
@@ -160,7 +156,7 @@ class _Prompt:
         """This replica as the choice."""
         hits, restorable = self.reuse(replica)
         cost = replica.load.restore_cost
-        return Choice(replica.info.name, self.num_blocks, hits, self.hashes, restorable, cost)
+        return Choice(replica.name, self.num_blocks, hits, self.hashes, restorable, cost)
 
 
 class PrefixRouter:
@@ -206,7 +202,8 @@ class PrefixRouter:
             except ConfigurationError:
                 self.stats.num_refused += 1
                 raise
-            self._replicas[info.name] = _Replica(info, self._free.pop())
+            bit = self._free.pop()
+            self._replicas[info.name] = _Replica(info.name, info.num_blocks, info=info, bit=bit)
             self._stored.join(info)
 
     def _check(self, info: ReplicaInfo) -> None:
@@ -258,7 +255,7 @@ class PrefixRouter:
             replica.num_cached_blocks = self._apply(replica, kinds, hashes)
             replica.next = events.end
             self.stats.num_events += len(kinds)
-            if replica.num_cached_blocks > replica.info.num_blocks:  # impossible: an event was lost
+            if replica.num_cached_blocks > replica.num_blocks:  # impossible: an event was lost
                 return self._lost(replica, "")
             return UpdateResult.APPLIED
 
@@ -293,9 +290,9 @@ class PrefixRouter:
                 self.stats.num_duplicates += 1
                 return UpdateResult.DUPLICATE
             count = len(snapshot.hashes) // _HASH_BYTES
-            if count > replica.info.num_blocks:
+            if count > replica.num_blocks:
                 raise ConfigurationError(
-                    f"replica {name!r} has {replica.info.num_blocks} blocks and sent {count} hashes"
+                    f"replica {name!r} has {replica.num_blocks} blocks and sent {count} hashes"
                 )
             self._index.clear(replica.bit)
             replica.is_current = False
@@ -345,7 +342,7 @@ class PrefixRouter:
             to_compute + replica.num_pending + self._running_weight * replica.num_running,
             -hits,
             replica.num_requests,
-            replica.num_cached_blocks / replica.info.num_blocks,
+            replica.num_cached_blocks / replica.num_blocks,
             replica.last,
         )
 
@@ -367,7 +364,7 @@ class PrefixRouter:
             target = self._replicas.get(choice.replica if replica is None else replica)
             if target is None:
                 return None
-            if target.info.name != choice.replica:
+            if target.name != choice.replica:
                 choice = self._look_up(choice.hashes, choice.num_blocks).choice(target)
             target.last = self.stats.num_routed = self.stats.num_routed + 1
             target.num_requests += 1
@@ -401,7 +398,7 @@ class PrefixRouter:
             replica = ticket.replica
             replica.num_requests -= 1
             replica.num_used_blocks = self._index.remove_request(replica.bit, ticket.choice.hashes)
-            has_left = self._replicas.get(replica.info.name) is not replica
+            has_left = self._replicas.get(replica.name) is not replica
             if has_left and replica.num_requests == 0:  # the bit is unused now
                 self._free.append(replica.bit)
 
@@ -413,18 +410,7 @@ class PrefixRouter:
     def replicas(self) -> list[ReplicaState]:
         """All replicas, in the order of joining."""
         with self._lock:
-            return [
-                ReplicaState(
-                    name=name,
-                    num_blocks=replica.info.num_blocks,
-                    num_cached_blocks=replica.num_cached_blocks,
-                    is_current=replica.is_current,
-                    num_routed=replica.num_routed,
-                    num_requests=replica.num_requests,
-                    load=replica.load,
-                )
-                for name, replica in self._replicas.items()
-            ]
+            return [copy(replica) for replica in self._replicas.values()]
 
     @property
     def num_hashes(self) -> int:

@@ -14,7 +14,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
+from pyengine.cluster.calls import ModelInfo, RemoteRequest
 from pyengine.cluster.fleet import ReplicaUpdate
 from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.prefix_router import PrefixRouter
@@ -24,6 +24,7 @@ from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.config import EngineSettings
 from pyengine.errors import NoReplicaError, ReplicaLostError
+from pyengine.outputs import RequestOutput
 from pyengine.server.settings import ServerSettings
 
 ENGINES = "engines"
@@ -48,11 +49,11 @@ class EngineDeployment:
             async for update in updates:
                 yield update
 
-    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[RequestOutput]:
         """See `Replica.generate`."""
-        async with aclosing(self._replica.generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        async with aclosing(self._replica.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> bool:
         """See `Replica.abort`."""
@@ -130,12 +131,12 @@ class RayReplicas:
         """The model's properties, from any replica."""
         return cast(ModelInfo, await self._handle.about.remote())
 
-    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[RequestOutput]:
         """See `Replicas`."""
-        deltas = self._handle.options(stream=True).generate.remote(request)
+        outputs = self._handle.options(stream=True).generate.remote(request)
         try:
-            async for delta in deltas:
-                yield delta
+            async for output in outputs:
+                yield output
         except (ActorDiedError, ActorUnavailableError) as error:
             raise ReplicaLostError("the replica of this request was lost: send it again") from error
         except RayTaskError as error:  # wraps the engine's exception
@@ -143,7 +144,7 @@ class RayReplicas:
         except RayServeException as error:
             raise NoReplicaError(f"no replica accepted the request: {error}") from error
         finally:
-            deltas.cancel()
+            outputs.cancel()
 
     def begun(self, key: str, num_prompt: int, num_cached: int) -> None:
         """See `Replicas`."""

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
+from pyengine.cluster.calls import ModelInfo, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.engine.explain import with_hint
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
@@ -38,7 +38,7 @@ _TRIES = 3
 class Replicas(Protocol):
     """The replicas behind an ingress, independent of the transport."""
 
-    def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+    def generate(self, request: RemoteRequest) -> AsyncGenerator[RequestOutput]:
         """Run a request on a replica.
 
         Raises `ReplicaLostError` if the replica is lost, `NoReplicaError` without replicas.
@@ -173,13 +173,13 @@ class RemoteEngine:
         for remaining in reversed(range(_TRIES)):
             call = _call(remote.state)
             try:
-                async with aclosing(self.replicas.generate(call)) as deltas:
-                    async for delta in deltas:
+                async with aclosing(self.replicas.generate(call)) as outputs:
+                    async for output in outputs:
                         if not remote.has_begun:
                             num_prompt = len(call.token_ids)
-                            self.replicas.begun(call.key, num_prompt, delta.num_cached_tokens)
+                            self.replicas.begun(call.key, num_prompt, output.num_cached_tokens)
                         remote.has_begun = True
-                        yield remote.output(delta)
+                        yield remote.completed(output)
                 return
             except ReplicaLostError:
                 if remote.has_begun or not remaining:
@@ -236,28 +236,22 @@ class _Remote:
         self.index = index
         self.has_begun = False
         self.task: asyncio.Task[None] | None = None
-        self._first: Delta | None = None
+        self._first: RequestOutput | None = None
         self._cache: CacheExplanation | None = None
         self._ids = [int(token) for token in state.prompt_token_ids]
 
-    def output(self, delta: Delta) -> RequestOutput:
-        """The output for the caller."""
+    def completed(self, output: RequestOutput) -> RequestOutput:
+        """A replica's output with what it leaves out: the prompt, and the first output's part."""
         if self._first is None:
-            self._first = delta
-            if delta.cache is not None:
-                self._cache = with_hint(delta.cache, self._ids, self.state.rules.tokenizer)
-        return RequestOutput(
-            request_id=self.state.request_id,
+            self._first = output
+            if output.cache is not None:
+                self._cache = with_hint(output.cache, self._ids, self.state.rules.tokenizer)
+        return replace(
+            output,
             prompt=self.state.prompt,
             prompt_token_ids=self._ids,
             prompt_logprobs=self._first.prompt_logprobs,
-            outputs=delta.outputs,
-            finished=delta.finished,
-            num_cached_tokens=delta.num_cached_tokens,
-            num_restored_tokens=delta.num_restored_tokens,
-            metrics=delta.metrics,
             index=self.index,
-            error=delta.error,
             cache=self._cache,
             pin_error=self._first.pin_error,
         )

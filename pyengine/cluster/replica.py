@@ -11,12 +11,13 @@ from functools import partial
 from prometheus_client.core import Metric
 
 from pyengine.async_engine import AsyncEngine
-from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
+from pyengine.cluster.calls import ModelInfo, RemoteRequest, without_prompt
 from pyengine.cluster.feed import EventFeed
 from pyengine.cluster.fleet import ReplicaUpdate
 from pyengine.cluster.messages import CacheFormat, Load, ReplicaInfo, SharedStore
 from pyengine.config import EngineSettings
 from pyengine.engine.stats import StepResult
+from pyengine.outputs import RequestOutput
 from pyengine.request.request import Request
 from pyengine.server.dashboard.page import EngineBroadcaster
 from pyengine.server.metrics import EngineMetrics
@@ -84,7 +85,7 @@ class Replica:
             async for update in updates:
                 yield update
 
-    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[RequestOutput]:
         """Run a request. Closing the iterator aborts it. Raises as `AsyncEngine.generate` does."""
         make = partial(
             self.engine.request,
@@ -103,7 +104,7 @@ class Replica:
         stream, is_first = self.engine.submit([state]), True
         try:
             async for item in stream:
-                yield Delta.of(item, is_first=is_first)
+                yield without_prompt(item, is_first=is_first)
                 is_first = False
         finally:
             stream.close()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.async_engine import AsyncEngine
-from pyengine.cluster.calls import Delta, RemoteRequest
+from pyengine.cluster.calls import RemoteRequest
 from pyengine.cluster.fleet import Fleet, ReplicaUpdate
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.config import EngineSettings
 from pyengine.errors import ReplicaLostError
+from pyengine.outputs import RequestOutput
 from pyengine.request.prompts import PromptLike
 from pyengine.sampling_params import SamplingParams
 
@@ -49,11 +50,11 @@ class Lossy:
             async for update in updates:
                 yield update
 
-    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[RequestOutput]:
         self.num_requests += 1
-        async with aclosing(self._until_lost(self.replica.generate(request))) as deltas:
-            async for delta in deltas:
-                yield delta
+        async with aclosing(self._until_lost(self.replica.generate(request))) as outputs:
+            async for output in outputs:
+                yield output
 
 
 class LocalReplicas:
@@ -106,11 +107,11 @@ class LocalReplicas:
     async def ask_all(self, method: str, *args: Any) -> dict[str, Any]:
         return {name: await self.ask(name, method, *args) for name in self.there}
 
-    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[RequestOutput]:
         name = self.fleet.route(request, list(self.there))
-        async with aclosing(self.there[name].generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        async with aclosing(self.there[name].generate(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     def begun(self, key: str, num_prompt: int, num_cached: int) -> None:
         self.fleet.begun(key, num_prompt, num_cached)
