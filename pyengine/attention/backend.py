@@ -116,6 +116,16 @@ class AttentionOptions:
     rotation: Rotation | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """The same as the CPU kernel takes them, without torch; `sinks` are float32."""
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: npt.NDArray[np.float32] | None = None
+
+
 QKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 """Query `[T, query_heads, head_dim_k]`, key `[T, kv_heads, head_dim_k]` and value `[T, kv_heads,
 head_dim_v]` of a layer's step, any strides."""

@@ -16,9 +16,9 @@ from pyengine.attention.backend import (
     AttentionBackend,
     AttentionOptions,
     Int32Array,
+    KernelOptions,
     StepInputs,
 )
-from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation

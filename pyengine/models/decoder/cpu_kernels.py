@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.attention.kernel_options import KernelOptions
-from pyengine.cpu import (
-    CpuAttention,
-    PackedWeight,
-    add_norm,
-    add_rows,
-    map_rows,
-    norm_rows,
-)
+from pyengine.attention.backend import KernelOptions
+from pyengine.cpu import CpuAttention, PackedWeight, add_norm, add_rows, map_rows, norm_rows
 from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, as_floats, read
 from pyengine.models.decoder.cpu_products import (
     CpuExactProduct,

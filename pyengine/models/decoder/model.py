@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyengine.attention.backend import AttentionMetadata, AttentionOptions
+from pyengine.attention.backend import AttentionMetadata, AttentionOptions, KernelOptions
 from pyengine.attention.context import PagedContext
 from pyengine.attention.cpu import CpuMetadata
-from pyengine.attention.kernel_options import KernelOptions
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
