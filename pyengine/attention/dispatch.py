@@ -167,10 +167,7 @@ def _layout(words: str) -> RotaryLayout:
 
 
 def _shape(
-    query: torch.Tensor,
-    _key: torch.Tensor,
-    value: torch.Tensor,
-    *_rest: object,
+    query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_rest: object
 ) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
 

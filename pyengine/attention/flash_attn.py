@@ -24,7 +24,7 @@ from pyengine.attention.flash_kernels import (
     longest_in,
 )
 from pyengine.attention.needs import AttentionNeeds, cuda_obstacle
-from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
+from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes, with_sinks
 from pyengine.kv_cache.pool import KVPool
 
 _READS_LENGTHS = (2, 8, 4)
@@ -150,11 +150,7 @@ class FlashAttnMetadata:
             return_attn_probs=options.sinks is not None,
             **flash_settings(options),
         )
-        if options.sinks is None:
-            out: torch.Tensor = result
-            return out
-        attended, lse = result[:2]  # [T, heads, d] and [heads, T]
-        return apply_sinks(attended, lse.T, options.sinks)
+        return with_sinks(result, options.sinks)
 
     def _table(self, layer: int) -> Any:
         return self._inputs.block_tables[self._backend.pool.groups.locations[layer].group]
@@ -222,8 +218,4 @@ class FlashAttn3Metadata:
             return_softmax_lse=options.sinks is not None,
             **flash_settings(options),
         )
-        if options.sinks is None:
-            out: torch.Tensor = result
-            return out
-        attended, lse = result[:2]  # [T, heads, d] and [heads, T]
-        return apply_sinks(attended, lse.T, options.sinks)
+        return with_sinks(result, options.sinks)

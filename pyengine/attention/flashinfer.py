@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -326,19 +326,8 @@ class FlashInferBackend(AttentionBackend):
             return None
         return cascade
 
-    def decoder(self, kind: _Kind) -> Any:
-        """The wrapper for sequences with one new token."""
-        return self._wrapper("decodes", kind)
-
-    def prefiller(self, kind: _Kind) -> Any:
-        """The wrapper for all others."""
-        return self._wrapper("prefills", kind)
-
-    def sharer(self, kind: _Kind) -> Any:
-        """The wrapper for shared prefixes."""
-        return self._wrapper("prefixes", kind)
-
-    def _wrapper(self, role: str, kind: _Kind) -> Any:
+    def wrapper(self, role: Literal["decodes", "prefills", "prefixes"], kind: _Kind) -> Any:
+        """The wrapper for decodes, which have one new token, for prefills, or shared prefixes."""
         wrapper = self._wrappers.get((role, kind))
         if wrapper is None:
             workspace = self._workspace_for(kind, 0)
@@ -582,14 +571,14 @@ class FlashInferMetadata:
             cascade = self._cascade if backend.shares(kind) else None
             decoding, prefilling = self._rows_of(kind.group, cascade)
             if len(decoding.lengths):
-                decoder = backend.decoder(kind)
+                decoder = backend.wrapper("decodes", kind)
                 backend.plan_rows(decoder, kind, decoding)
             if len(prefilling.lengths):
-                prefiller = backend.prefiller(kind)
+                prefiller = backend.wrapper("prefills", kind)
                 backend.plan_rows(prefiller, kind, prefilling)
             planned = _Planned(decoder, prefiller)
             if cascade is not None:
-                sharer = backend.sharer(kind)
+                sharer = backend.wrapper("prefixes", kind)
                 backend.plan_rows(sharer, kind, cascade, causal=False)
                 rows = upload(cascade.rows, for_torch(backend.pool.device))
                 planned = planned._replace(sharer=sharer, shared_rows=rows)

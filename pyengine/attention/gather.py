@@ -52,7 +52,8 @@ class GatherBackend(AttentionBackend):
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(pool)
-        self.scratch = Scratch(for_torch(pool.device))
+        device = for_torch(pool.device)
+        self.scratches = Scratch(device), Scratch(device)
         self.writer = KVWriter(pool)
 
     @staticmethod
@@ -70,7 +71,7 @@ class GatherBackend(AttentionBackend):
 
 
 class Scratch:
-    """Memory for gathered keys and values, used again by every layer of every step.
+    """Memory for gathered keys, or values, used again by every layer of every step.
 
     On the CPU an allocation of some MiB is returned to the system when it is freed, and each layer
     would pay for fresh pages. CUDA tensors, which torch caches, and large ones are not kept here.
@@ -79,26 +80,15 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._limit = _BATCH_BYTES["cpu"] if device.type == "cpu" else 0
         with torch.inference_mode(False):  # to be written inside of it and outside
-            self._keys, self._values = (
-                torch.empty(self._limit, dtype=torch.uint8, device=device) for _ in range(2)
-            )
+            self._memory = torch.empty(self._limit, dtype=torch.uint8, device=device)
 
-    def keys(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """`cache[blocks]`, valid until keys are asked for again."""
-        return self._select(self._keys, cache, blocks)
-
-    def values(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """`cache[blocks]`, valid until values are asked for again."""
-        return self._select(self._values, cache, blocks)
-
-    def _select(
-        self, memory: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor
-    ) -> torch.Tensor:
+    def select(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """`cache[blocks]`, valid until the next call."""
         shape = (len(blocks), *cache.shape[1:])
         num_bytes = math.prod(shape) * cache.dtype.itemsize
         if num_bytes > self._limit:
             return cache.index_select(0, blocks)
-        out = memory[:num_bytes].view(cache.dtype).view(shape)
+        out = self._memory[:num_bytes].view(cache.dtype).view(shape)
         return torch.index_select(cache, 0, blocks, out=out)
 
 
@@ -124,7 +114,7 @@ class GatherMetadata:
         spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], values.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
-            k, v = _gather(keys, values, piece, self._backend.scratch)
+            k, v = _gather(keys, values, piece, self._backend.scratches)
             if spec.dtype in FLOAT8_DTYPES:
                 k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
@@ -371,7 +361,10 @@ def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> torch.T
 
 
 def _gather(
-    keys: torch.Tensor, values: torch.Tensor, piece: SpanPiece | _BatchPiece, scratch: Scratch
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    piece: SpanPiece | _BatchPiece,
+    scratches: tuple[Scratch, Scratch],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `piece.keys` of each sequence's blocks: `[R, kv_heads, num_keys, d]` each.
 
@@ -382,7 +375,7 @@ def _gather(
         num_rows, k, v = 1, keys[blocks], values[blocks]
     else:
         num_rows, flat = len(blocks), blocks.flatten()
-        k, v = scratch.keys(keys, flat), scratch.values(values, flat)
+        k, v = scratches[0].select(keys, flat), scratches[1].select(values, flat)
         if piece.unseen is not None:
             slots = k.flatten(0, 1)
             (slots if slots.dtype.itemsize > 1 else slots.view(torch.uint8)).index_fill_(

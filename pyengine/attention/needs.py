@@ -70,39 +70,29 @@ def needs_of(
     block_size: int | None = None,
 ) -> AttentionNeeds:
     """The needs of a model with these layers on this machine."""
-    on_cuda = device.type == "cuda"
     return AttentionNeeds(
         device=device,
         block_size=block_size,
         layers=tuple(layers),
         dtype=dtype,
         kv_dtype=kv_dtype,
-        capability=_capability(device) if on_cuda else None,
-        torch_version=_torch_version() if on_cuda else (0, 0),
-        cudnn_version=_cudnn_version() if on_cuda else 0,
         packages=frozenset(
             name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None
         ),
+        **(_versions(device) if device.type == "cuda" else {}),
     )
 
 
-def _capability(device: Device) -> tuple[int, int]:
-    import torch
-
-    return torch.cuda.get_device_capability(for_torch(device))
-
-
-def _torch_version() -> tuple[int, int]:
-    import torch
-
-    return torch_version(torch.__version__)
-
-
-def _cudnn_version() -> int:
+def _versions(device: Device) -> dict[str, Any]:
+    """The capability of a CUDA device, and the versions of its libraries."""
     import torch
 
     cudnn: Any = torch.backends.cudnn
-    return cudnn.version() or 0
+    return {
+        "capability": torch.cuda.get_device_capability(for_torch(device)),
+        "torch_version": torch_version(torch.__version__),
+        "cudnn_version": cudnn.version() or 0,
+    }
 
 
 def torch_version(version: str) -> tuple[int, int]:

@@ -185,6 +185,17 @@ def window_left(window: int | None) -> int:
     return -1 if window is None else window - 1
 
 
+def with_sinks(result: Any, sinks: torch.Tensor | None) -> torch.Tensor:
+    """What a flash kernel returns, with sinks.
+
+    That is `[T, heads, d]`; with sinks also `lse` `[heads, T]`, see `apply_sinks`.
+    """
+    if sinks is None:
+        attended: torch.Tensor = result
+        return attended
+    return apply_sinks(result[0], result[1].T, sinks)
+
+
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Attention with sinks, from attention without them.
 

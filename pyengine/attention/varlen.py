@@ -20,7 +20,7 @@ from pyengine.attention.flash_kernels import (
     longest_in,
 )
 from pyengine.attention.needs import AttentionNeeds, cuda_obstacle
-from pyengine.attention.paged import KVWriter, apply_sinks, window_left
+from pyengine.attention.paged import KVWriter, window_left, with_sinks
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.pool import KVPool
 
@@ -160,11 +160,7 @@ class VarlenMetadata:
             block_table=inputs.block_tables[group],
             num_splits=backend.num_splits,
         )
-        if sinks is None:
-            out: torch.Tensor = result
-            return out
-        attended, lse = result  # [T, heads, d] and [heads, T]
-        return apply_sinks(attended, lse.T, sinks)
+        return with_sinks(result, sinks)
 
     def _window_size(self, window: int | None) -> tuple[int, int]:
         """The window of `varlen_attn`.

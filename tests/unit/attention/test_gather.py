@@ -137,10 +137,10 @@ def test_neighbouring_blocks_are_read_in_place():
     for blocks in ([[3, 5]], [[5, 4]], [[3], [4]]):
         assert index(blocks).tolist() == blocks
     cache = torch.arange(7 * BLOCK, dtype=torch.float32).view(7, BLOCK, 1, 1)
-    scratch = gather.Scratch(torch.device("cpu"))
+    scratches = gather.Scratch(torch.device("cpu")), gather.Scratch(torch.device("cpu"))
     span = gather.Span(0, 6, 0, 0, 6, np.array([3, 4], dtype=np.int32))
     piece = gather.SpanPiece(span, None, torch.device("cpu"))
-    for rows in gather._gather(cache, cache, piece, scratch):
+    for rows in gather._gather(cache, cache, piece, scratches):
         assert rows.flatten().tolist() == [12, 13, 14, 15, 16, 17]
         assert rows.data_ptr() == cache[3].data_ptr()
 
@@ -150,15 +150,13 @@ def test_gathered_blocks_share_memory_from_call_to_call_on_the_cpu_only(device):
     cache = torch.randn(9, BLOCK, 2, 3, device=device)
     scratch = gather.Scratch(torch.device(device))
     blocks, peers = (torch.tensor(ids, device=device) for ids in ([7, 2, 2], [1]))
-    keys, values = scratch.keys(cache, blocks), scratch.values(cache, blocks)
-    assert keys.shape == values.shape == (3, BLOCK, 2, 3)
+    keys = scratch.select(cache, blocks)
+    assert keys.shape == (3, BLOCK, 2, 3)
     if device == "cpu":
         assert torch.equal(keys, cache[[7, 2, 2]])
-        assert torch.equal(values, keys)
         start = keys.data_ptr()
-        assert scratch.keys(cache, peers).data_ptr() == start
-        assert torch.equal(values, cache[[7, 2, 2]])
-        assert scratch.values(cache.double(), peers).dtype == torch.float64
+        assert scratch.select(cache, peers).data_ptr() == start
+        assert scratch.select(cache.double(), peers).dtype == torch.float64
 
 
 def test_more_than_the_scratch_holds_is_allocated(monkeypatch):
@@ -166,6 +164,6 @@ def test_more_than_the_scratch_holds_is_allocated(monkeypatch):
     scratch = gather.Scratch(torch.device("cpu"))
     cache = torch.randn(9, BLOCK, 2, 3)
     blocks = torch.tensor([7, 2, 2])
-    first, second = scratch.keys(cache, blocks), scratch.keys(cache, blocks)
+    first, second = scratch.select(cache, blocks), scratch.select(cache, blocks)
     assert torch.equal(first, cache[blocks])
     assert first.data_ptr() != second.data_ptr()
