@@ -1,4 +1,4 @@
-"""The configuration in a model folder, checked before the weights are read."""
+"""The configuration of a model, and its defaults of sampling, checked before weights are read."""
 
 import re
 from collections.abc import Mapping
@@ -8,6 +8,8 @@ from typing import Any
 
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders, check_weights
+from pyengine.models.gguf_file import GGUFFile
+from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.transformers_calls import load_errors, read_json, remote_code, required_code
 from pyengine.sampling_params import SamplingParams
 
@@ -168,10 +170,28 @@ def default_sampling(folder: Path) -> Mapping[str, object]:
     if settings.get("do_sample") is False:
         fields = {name: value for name, value in fields.items() if name not in _SAMPLING}
         fields["temperature"] = 0.0
-    return checked_sampling(fields, f"{path}")
+    return _checked_sampling(fields, f"{path}")
 
 
-def checked_sampling(fields: Mapping[str, Any], where: str) -> Mapping[str, object]:
+def gguf_sampling(file: GGUFFile) -> Mapping[str, object]:
+    """The same fields from the header of a GGUF file.
+
+    Other keys of the group (`mirostat`, `xtc_threshold`) have no counterpart here. Raises
+    `ModelLoadError` for values that no request could have.
+    """
+    keys, group = HeaderKeys(file.path, file.header), "general.sampling"
+    fields = {
+        "temperature": keys.number(f"{group}.temp", zero=True),
+        "top_k": keys.count(f"{group}.top_k", low=0),
+        "top_p": keys.number(f"{group}.top_p", maximum=1.0),
+        "min_p": keys.number(f"{group}.min_p", maximum=1.0, zero=True),
+        "repetition_penalty": keys.number(f"{group}.penalty_repeat"),
+    }
+    declared = {name: value for name, value in fields.items() if value is not None}
+    return _checked_sampling(declared, f"the header of {file.path}")
+
+
+def _checked_sampling(fields: Mapping[str, Any], where: str) -> Mapping[str, object]:
     """Check fields of `SamplingParams`; `ModelLoadError` for values that no request could have.
 
     `where` is their source, for messages.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
-from pyengine.models.config import default_sampling, read_config, refuse_pipes
+from pyengine.models.config import default_sampling, gguf_sampling, read_config, refuse_pipes
 from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
@@ -29,7 +29,6 @@ from pyengine.models.decoder.loading import (
 from pyengine.models.decoder.model import DecoderModel, attending_layers
 from pyengine.models.decoder.ranks import divided, rank_of
 from pyengine.models.gguf_file import GGUFFile, file_digest
-from pyengine.models.gguf_sampling import gguf_sampling
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import (

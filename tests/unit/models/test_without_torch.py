@@ -18,7 +18,7 @@ ALLOWED = {"__main__", "numpy", "pyengine", "tests", "_distutils_hack"}
 MODULES = (
     *("integer_linear", "packed_groups", "packed_bytes", "packed_checkpoints", "kv_scales"),
     *("checkpoint_files", "config", "gguf_file", "gguf_header", "gguf_keys", "gguf_rope"),
-    *("gguf_sampling", "source", "tokenizer", "tokenizer.gguf", "tokenizer.files"),
+    *("source", "tokenizer", "tokenizer.gguf", "tokenizer.files"),
     *("decoder.packed", "decoder.loading", "decoder.checkpoint", "decoder.ranks"),
     *("decoder.cpu_products", "decoder.cpu_kernels", "decoder.dummy", "decoder.dummy_numbers"),
     *("decoder.families", "decoder.spec", "decoder.weights", "decoder.product_choice"),
