@@ -1,10 +1,11 @@
 """Safetensors files with packed linear layers: AWQ, GPTQ, compressed-tensors, FP8.
 
-`models/packed_checkpoints.py` knows the layouts. Here a layer's several tensors are one matrix,
-which a kernel set takes as it is or as floats. Layers without such tensors are floats.
+The layouts are in `models/packed_groups.py` and `models/packed_bytes.py`. Here a layer's several
+tensors are one matrix, which a kernel set takes as it is or as floats. Layers without such tensors
+are floats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,14 +20,25 @@ from pyengine.models.decoder.cpu_products import OrderedWeight
 from pyengine.models.decoder.packing_keys import check_packing
 from pyengine.models.decoder.settings import BeyondTableError
 from pyengine.models.integer_linear import q8_0_of_rows
-from pyengine.models.packed_bytes import Float8Layout, Int8Layout
-from pyengine.models.packed_checkpoints import packed_layout
-from pyengine.models.packed_groups import GroupLayout
+from pyengine.models.packed_bytes import (
+    Float8Layout,
+    Int8Layout,
+    float8_layout,
+    fp8_layout,
+    int8_layout,
+)
+from pyengine.models.packed_groups import GroupLayout, awq_layout, gptq_layout, w4a16_layout
 from pyengine.models.packed_layout import PackedLayout
 from pyengine.utils.dtypes import widened
 from pyengine.utils.validation import shown
 
 _WEIGHT = ".weight"
+_FORMATS = {
+    "pack-quantized": w4a16_layout,
+    "int-quantized": int8_layout,
+    "float-quantized": float8_layout,
+}
+"""Formats of compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +155,24 @@ def layout_of(settings: Any, path: Path) -> PackedLayout:
             f"{path} says quantization_config={shown(settings)}: pyengine does not read {layout}"
         )
     return layout
+
+
+def packed_layout(settings: Mapping[str, Any]) -> PackedLayout | str:
+    """The layout that a `quantization_config` names, or why the kernels do not multiply by it."""
+    method = settings.get("quant_method")
+    known = {"awq": awq_layout, "gptq": gptq_layout, "fp8": fp8_layout}
+    if method == "compressed-tensors":
+        return _compressed_tensors(settings)
+    return known[method](settings) if method in known else f"quant_method={method!r}"
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> PackedLayout | str:
+    groups, kind = list((settings.get("config_groups") or {}).values()), settings.get("format")
+    if kind not in _FORMATS or len(groups) != 1:
+        return f"compressed-tensors with format={kind!r} and {len(groups)} config_groups"
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return "compressed-tensors with a sparsity_config"
+    return _FORMATS[kind](groups[0])
 
 
 class PackedCheckpoint(Checkpoint):

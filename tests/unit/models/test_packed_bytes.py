@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.packed import packed_layout
 from pyengine.models.loader import load_model, model_properties
-from pyengine.models.packed_checkpoints import packed_layout
 from pyengine.models.source import resolve_source
 from tests.unit.executor.hand_made import random_model
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.decoder.kernel_sets import KernelSettings
+from pyengine.models.decoder.packed import packed_layout
 from pyengine.models.loader import load_model
-from pyengine.models.packed_checkpoints import packed_layout
 from tests.unit.executor.hand_made import random_model
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}

@@ -16,7 +16,7 @@ from tests.unit.models.opened_model import multiplied
 ALLOWED = {"__main__", "numpy", "pyengine", "tests", "_distutils_hack"}
 """Packages that reading a model may import beside the standard library."""
 MODULES = (
-    *("integer_linear", "packed_groups", "packed_bytes", "packed_checkpoints", "kv_scales"),
+    *("integer_linear", "packed_groups", "packed_bytes", "packed_layout", "kv_scales"),
     *("checkpoint_files", "config", "gguf_file", "gguf_header", "gguf_keys", "gguf_rope"),
     *("source", "tokenizer", "tokenizer.gguf", "tokenizer.files"),
     *("decoder.packed", "decoder.loading", "decoder.checkpoint", "decoder.ranks"),
