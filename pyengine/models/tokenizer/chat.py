@@ -231,9 +231,5 @@ def _to_json(
 ) -> str:
     """The value as JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -8,7 +8,6 @@ transformers reads folders without a tokenizer.json (SentencePiece models, vocab
 kinds), those with one for each release of the library, and those that ask for code.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from pyengine.models.tokenizer.chat import Templates
 from pyengine.models.tokenizer.fallback import load_with_transformers
 from pyengine.models.tokenizer.tokenizer import NO_LIMIT, SPECIAL, Tokenizer
 from pyengine.models.tokenizer_growth import check_growth
-from pyengine.models.transformers_calls import load_errors, read_json, required_code
+from pyengine.models.transformers_calls import load_errors, read_json, read_object, required_code
 from pyengine.utils.validation import shown
 
 _log = logging.getLogger(__name__)
@@ -135,13 +134,7 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty without the file."""
-    if not path.is_file():
-        return {}
-    with load_errors(f"{path} cannot be read"):
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} holds {shown(value)}, and not an object")
-        return value
+    return read_object(path) if path.is_file() else {}
 
 
 def _texts(special: Mapping[str, AddedToken | None]) -> dict[str, str | None]:

@@ -122,8 +122,7 @@ SPLITS: Mapping[str, Split] = {
         ),
     ),
     **_named(
-        "deepseek-coder",
-        Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")),
+        "deepseek-coder", Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}"))
     ),
     **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum", _GPT2),
     **_named("modern-bert mpt olmo jais trillion granite-docling exaone4", _GPT2),

@@ -159,14 +159,9 @@ class Tokenizer:
         ids = [ids] if isinstance(ids, int) else list(ids)
         cleans = clean_up_tokenization_spaces
         if ids and isinstance(ids[0], list | tuple):
-            return [
-                self.decode(
-                    sequence,
-                    skip_special_tokens=skip_special_tokens,
-                    clean_up_tokenization_spaces=cleans,
-                )
-                for sequence in ids
-            ]
+            return self.batch_decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=cleans
+            )
         text = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if cleans is None:
             cleans = self.clean_up_tokenization_spaces
