@@ -17,7 +17,7 @@ from pyengine.server.callers import Caller, require_admin
 from pyengine.server.engine_protocol import EngineClient, EngineStream
 from pyengine.server.errors import ApiError
 from pyengine.server.explanations import Disclosure, RecentExplanations
-from pyengine.server.json_thread import JsonThread
+from pyengine.server.schemas.slices import JsonThread
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from pyengine.server.traffic import Traffic

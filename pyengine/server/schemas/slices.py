@@ -4,9 +4,12 @@ A list of a hundred thousand log-probabilities takes seconds. In slices, the eve
 between; see `JsonThread`.
 """
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +18,7 @@ from pydantic_core import to_json
 _to_json = partial(to_json, inf_nan_mode="null")  # as pydantic's models do: NaN is not JSON
 _ITEMS_AT_ONCE = 32
 """Items that are serialized by one call, which holds the interpreter's lock."""
+_SECONDS_AT_ONCE = 0.005
 _FEW_ITEMS = 16
 _FEW_MODELS = 32
 
@@ -99,3 +103,37 @@ def _slices_of_value(value: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield _to_json(value)
+
+
+class JsonThread:
+    """One thread for all long responses, which take turns.
+
+    More threads would not be faster, but would make the event loop wait for the interpreter.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "pyengine-json")
+
+    async def json_of(self, model: BaseModel) -> AsyncIterator[bytes]:
+        """A response as JSON in pieces of some 100 KB. A short one is one piece, made at once."""
+        slices = json_slices(model)
+        if not is_long(model):
+            yield b"".join(slices)
+            return
+        loop = asyncio.get_running_loop()
+        while piece := await loop.run_in_executor(self._pool, _next, slices):
+            yield piece
+
+    def close(self) -> None:
+        """End the thread once its current slice is done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _next(slices: Iterator[bytes]) -> bytes:
+    """Slices of some milliseconds; empty at the end."""
+    parts, end = [], perf_counter() + _SECONDS_AT_ONCE
+    for piece in slices:
+        parts.append(piece)
+        if perf_counter() > end:
+            break
+    return b"".join(parts)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pyengine.outputs import Logprob
-from pyengine.server.json_thread import JsonThread
 from pyengine.server.schemas.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from pyengine.server.schemas.responses import (
     ChatChoice,
@@ -21,7 +20,7 @@ from pyengine.server.schemas.responses import (
     ServerModel,
     Usage,
 )
-from pyengine.server.schemas.slices import SlicedList, is_long, json_slices
+from pyengine.server.schemas.slices import JsonThread, SlicedList, is_long, json_slices
 
 ALPHABET = ["a", "é", '"', "\\", "\u2028", "\U0001f600", "", None]
 
