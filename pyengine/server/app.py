@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -18,21 +17,14 @@ from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.middleware.origins import OriginGuard
 from pyengine.server.middleware.refusals import RefusalCounter
 from pyengine.server.observers import EngineObservers
-from pyengine.server.routes import chat, completions, control, health, request_cache, tokenize
+from pyengine.server.routes import chat, completions, control, health, tokenize
 from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.schemas.responses import ErrorResponse
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from pyengine.utils.packaging import package_version
 
-_ROUTERS = (
-    health.router,
-    completions.router,
-    chat.router,
-    tokenize.router,
-    control.router,
-    request_cache.router,
-)
+_ROUTERS = (health.router, completions.router, chat.router, tokenize.router, control.router)
 
 
 def create_app(
@@ -45,13 +37,14 @@ def create_app(
     """
     described = engine.describe()
     max_model_len = int(str(described["max_model_len"]))
+    tokens = () if engine.tokenizer is None else engine.tokenizer.get_vocab()
     context = ServerContext(
         engine=engine,
         settings=settings,
         names=settings.served_model_name or (str(described["model"]),),
         tokenizers=TokenizerThreads(engine.tokenizer, has_tenants=len(settings.keys) > 1),
         max_model_len=max_model_len,
-        longest_text=max_model_len * _longest_token(engine.tokenizer),
+        longest_text=max_model_len * max(map(len, tokens), default=0),
         block_size=int(str(described["block_size"])),
     )
 
@@ -117,8 +110,3 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
             allow_headers=["*"],
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
-
-
-def _longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token."""
-    return 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()))

@@ -1,4 +1,4 @@
-"""GET /load, POST /reset_prefix_cache and /abort_requests: administration."""
+"""GET /load and /v1/requests/{id}/cache, POST /reset_prefix_cache and /abort_requests."""
 
 import asyncio
 from typing import Annotated
@@ -8,9 +8,10 @@ from pydantic import Field
 
 from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
+from pyengine.server.errors import ApiError
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.schemas.requests import MAX_ITEMS, ClientModel, RequestId
-from pyengine.server.schemas.responses import ServerModel
+from pyengine.server.schemas.responses import RequestCache, ServerModel
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -48,6 +49,24 @@ async def load(request: Request, context: Context) -> Load:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
     )
+
+
+@router.get("/v1/requests/{request_id}/cache")
+async def request_cache(request_id: str, request: Request, context: Context) -> RequestCache:
+    """The cached tokens of a recent request's prompts by source, and why others were computed.
+
+    The id is that of the response, or the client's own. Each key finds its own requests only.
+    """
+    key = caller_of(request.scope).key
+    cache = context.explanations.find(key, request_id, context.disclosure)
+    if cache is None:
+        raise ApiError(
+            404,
+            f"no recent request of this key has the id {request_id[:200]!r}, or it has no output "
+            "yet; the last 256 are kept",
+            code="request_not_found",
+        )
+    return cache
 
 
 @router.post("/reset_prefix_cache", response_class=Response)
