@@ -289,14 +289,9 @@ class EngineSettings:
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: "
                 "it must be above 0 and at most 1"
             )
-        if not 0 <= self.verify_cache_hits <= 1:
-            raise ConfigurationError(
-                f"verify_cache_hits={self.verify_cache_hits}: it must be from 0 to 1"
-            )
-        if not 0 <= self.max_pinned_share <= 1:
-            raise ConfigurationError(
-                f"max_pinned_share={self.max_pinned_share}: it must be from 0 to 1"
-            )
+        for name in ("verify_cache_hits", "max_pinned_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be from 0 to 1")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigurationError(
                 f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory} "
@@ -307,7 +302,11 @@ class EngineSettings:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
             )
-        self._check_load_format()
+        if self.load_format == "dummy" and self.speculation == "mtp":
+            raise ConfigurationError(
+                "load_format='dummy' cannot be combined with speculation='mtp', whose layers are "
+                "in the model's files: leave one of them out"
+            )
         if (self.num_speculative_tokens or 0) > _MAX_DRAFTS:
             raise ConfigurationError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: it must be at most "
@@ -328,21 +327,17 @@ class EngineSettings:
         if self.tensor_parallel_size != 1:
             self._check_divided()
         if self.speculation == "mtp" and self.compile:
-            raise ConfigurationError(
-                "compile=True cannot be combined with speculation='mtp' yet: leave one of them out"
-            )
+            raise self._not_yet("compile", "speculation")
         if self.speculation == "mtp" and self.kv_cache_dtype == "int8":
-            raise ConfigurationError(
-                "kv_cache_dtype='int8' cannot be combined with speculation='mtp' yet: leave one "
-                "of them out"
-            )
+            raise self._not_yet("kv_cache_dtype", "speculation")
 
-    def _check_load_format(self) -> None:
-        if self.load_format == "dummy" and self.speculation == "mtp":
-            raise ConfigurationError(
-                "load_format='dummy' cannot be combined with speculation='mtp', whose layers are "
-                "in the model's files: leave one of them out"
-            )
+    def _not_yet(self, name: str, other: str) -> ConfigurationError:
+        """The refusal of two settings that cannot be combined so far."""
+        value, with_value = (shown(getattr(self, each)) for each in (name, other))
+        return ConfigurationError(
+            f"{name}={value} cannot be combined with {other}={with_value} yet: leave one of them "
+            "out"
+        )
 
     def _check_linear_backend(self) -> None:
         if self.linear_backend == "auto":
@@ -353,10 +348,7 @@ class EngineSettings:
                 f"{self.quantization!r}, which has its own product: leave one of them out"
             )
         if self.linear_backend != "torch" and self.tensor_parallel_size != 1:
-            raise ConfigurationError(
-                f"linear_backend={self.linear_backend!r} cannot be combined with "
-                f"tensor_parallel_size={self.tensor_parallel_size} yet: leave one of them out"
-            )
+            raise self._not_yet("linear_backend", "tensor_parallel_size")
 
     def _check_store(self) -> None:
         if self.kv_cache_disk is not None and self.kv_cache_dir is None:
@@ -395,15 +387,9 @@ class EngineSettings:
         ):
             value = getattr(self, name)
             if value and value != "none":
-                raise ConfigurationError(
-                    f"{name}={shown(value)} cannot be combined with tensor_parallel_size="
-                    f"{self.tensor_parallel_size} yet: leave one of them out"
-                )
+                raise self._not_yet(name, "tensor_parallel_size")
         if self.speculation in {"mtp", "draft"}:
-            raise ConfigurationError(
-                f"speculation={self.speculation!r} cannot be combined with tensor_parallel_size="
-                f"{self.tensor_parallel_size} yet: leave one of them out"
-            )
+            raise self._not_yet("speculation", "tensor_parallel_size")
 
     @property
     def requested_block_size(self) -> int | None:
@@ -417,11 +403,7 @@ class EngineSettings:
 
 
 takes_settings = takes(EngineSettings)
-"""Decorates an `__init__(self, settings: EngineSettings)` to take every setting by its name.
-
-Its signature, also for type checkers, and its docstring show the settings. A name that is none is
-refused with the nearest that is one: `ConfigurationError`.
-"""
+"""Decorates an `__init__(self, settings: EngineSettings)`. See `takes`."""
 
 
 def store_key() -> bytes | None:

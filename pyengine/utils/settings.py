@@ -161,9 +161,7 @@ def takes(
     refused with the nearest setting: `ConfigurationError`.
     """
 
-    def decorate(
-        init: Callable[[_S, _Settings], None],
-    ) -> Callable[Concatenate[_S, _P], None]:
+    def decorate(init: Callable[[_S, _Settings], None]) -> Callable[Concatenate[_S, _P], None]:
         @wraps(init)
         def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
             _refuse_unknown(settings, kwargs)
