@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -104,12 +105,10 @@ class AsyncEngine(EngineClientBase):
         )
         # A grammar takes a while to compile.
         is_slow = sampling_params is not None and sampling_params.structured_outputs is not None
-        stream = self.submit([await asyncio.to_thread(make) if is_slow else make()])
-        try:
+        request = await asyncio.to_thread(make) if is_slow else make()
+        with closing(self.submit([request])) as stream:
             async for item in stream:
                 yield item
-        finally:
-            stream.close()
 
     async def pin(
         self, prompt: PromptLike, ttl: float = 300.0, *, cache_salt: str | None = None
@@ -117,12 +116,9 @@ class AsyncEngine(EngineClientBase):
         """Compute a prompt, and keep its full blocks cached for `ttl` seconds. See `LLM.pin`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         request = self._pin_request(parsed, ttl)
-        stream = self.submit([request])
-        try:
+        with closing(self.submit([request])) as stream:
             async for _ in stream:
                 pass
-        finally:
-            stream.close()
         return self._pin_of(request)
 
     def request(  # noqa: PLR0913

@@ -109,19 +109,15 @@ def template_text(tokenizer: Any, template: str | None = None, *, has_tools: boo
 
     `template` is that of a request. Of a model's several templates, it may name one.
     """
-    with suppress(ValueError):
-        known = getattr(tokenizer, "chat_template", None)
-        return chosen_template(known, template, has_tools=has_tools) or ""
+    with suppress(InvalidRequestError):
+        return _template_of(tokenizer, template, has_tools=has_tools) or ""
     return ""
 
 
-def _template_of(tokenizer: Any, options: ChatOptions) -> str | None:
+def _template_of(tokenizer: Any, template: str | None, *, has_tools: bool) -> str | None:
+    known = getattr(tokenizer, "chat_template", None)
     try:
-        return chosen_template(
-            getattr(tokenizer, "chat_template", None),
-            options.template,
-            has_tools=options.tools is not None,
-        )
+        return chosen_template(known, template, has_tools=has_tools)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from error
 
@@ -134,7 +130,7 @@ def render_chat(
     Raises `InvalidRequestError` for invalid messages, and with the template's error for those that
     it refuses.
     """
-    template = _template_of(tokenizer, options)
+    template = _template_of(tokenizer, options.template, has_tools=options.tools is not None)
     if tokenizer is None or not template:
         missing = "tokenizer" if tokenizer is None else "chat template"
         raise InvalidRequestError(

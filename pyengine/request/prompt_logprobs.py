@@ -58,9 +58,8 @@ class PromptLogprobCache:
             if entries is None:
                 break
             leading_entries.append(entries)
-        for block_hash in reversed(
-            block_hashes[: len(leading_entries)]
-        ):  # the end of a prompt is evicted first
+        # The end of a prompt is evicted first.
+        for block_hash in reversed(block_hashes[: len(leading_entries)]):
             self._blocks.move_to_end(block_hash)
         return leading_entries
 
