@@ -10,7 +10,7 @@ from pyengine.cli.display import print_rows
 from pyengine.cli.status import FAILED
 from pyengine.cli.terminal import note, write
 from pyengine.errors import InvalidRequestError
-from pyengine.kv_cache import ReplayReport, Stats, TraceError, replay
+from pyengine.kv_cache import BLOCK_STATES, Stats, TraceError, replay
 
 
 def show_recording(file: Path) -> int:
@@ -25,8 +25,7 @@ def show_recording(file: Path) -> int:
     prompt, cached = replayed.stats.prompt_tokens, replayed.stats.cached_tokens
     rate = f"{cached / prompt:.1%}" if prompt else "no prompts"
     print_rows("figures", {**figures, "hit rate": rate, "seconds": f"{seconds:.3f}"})
-    states = ("free", "evictable", "active", "pinned", "loading")
-    usage = {state: getattr(replayed.usage, state) for state in states}
+    usage = {state: getattr(replayed.usage, state) for state in BLOCK_STATES}
     print_rows("usage at the end", _grouped(usage))
     if replayed.failed_check is not None:
         note(f"check() failed: {replayed.failed_check}")
@@ -39,7 +38,9 @@ def show_recording(file: Path) -> int:
         )
     if replayed.failed_check is not None or replayed.divergence is not None:
         return FAILED
-    write(f"{_verdict(replayed)}\n", bold=True)
+    end = "" if replayed.is_complete else "; the recording was not closed by stop_recording()"
+    count = sum(replayed.operations.values())
+    write(f"{count:,} operations, all results as recorded{end}\n", bold=True)
     return 0
 
 
@@ -85,9 +86,3 @@ def _figures(stats: Stats) -> dict[str, int]:
 
 def _grouped(counts: Mapping[str, int]) -> dict[str, str]:
     return {name: f"{count:,}" for name, count in counts.items()}
-
-
-def _verdict(report: ReplayReport) -> str:
-    count = sum(report.operations.values())
-    end = "" if report.is_complete else "; the recording was not closed by stop_recording()"
-    return f"{count:,} operations, all results as recorded{end}"

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 
 from pyengine._kv import *  # noqa: F403
 
+BLOCK_STATES = ("free", "evictable", "active", "pinned", "loading")
+"""The states of a block, by their numbers in a snapshot; together they are the pool."""
 COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "Prefill tokens planned: cached, restored and computed.",
     "cached_tokens": "Of the prefill tokens, those reused and not computed.",

@@ -293,17 +293,16 @@ class KVPool:
 
     def block_memory(self) -> BlockMemory:
         """The memory of each block, for a store to read and write."""
-        count = len(self._tensor_specs)
-        groups = [
-            sorted(
-                {location.index for location in self.groups.locations if location.group == group}
-            )
-            for group in range(len(self.groups.windows))
-        ]
-        tensors = [[*used, *(index + count for index in used)] for used in groups]
+        tensors = [self._tensors_of(group) for group in range(len(self.groups.windows))]
         if self.device.type != "cpu":
             return DeviceBlocks(self._memory.tensors, tensors)
         return HostBlocks(self._memory.arrays, tensors)
+
+    def _tensors_of(self, group: int) -> list[int]:
+        """The tensors of a layer group: those of keys, then those of values."""
+        locations, count = self.groups.locations, len(self._tensor_specs)
+        used = sorted({location.index for location in locations if location.group == group})
+        return [*used, *(index + count for index in used)]
 
     def populate(self, num_blocks: int | None = None) -> bool:
         """On the CPU, allocate the memory of the first blocks, or of all, before they are written.
@@ -356,13 +355,9 @@ class KVPool:
         The largest of all tensors, relative to the norm of the first block; 0 only for equal
         numbers, NaN if one has a NaN.
         """
-        count = len(self._tensor_specs)
-        used = sorted(
-            {location.index for location in self.groups.locations if location.group == group}
-        )
         worst = np.zeros(len(blocks), np.float32)
-        for index in (*used, *(index + count for index in used)):
-            dtype = self._tensor_specs[index % count].dtype
+        for index in self._tensors_of(group):
+            dtype = self._tensor_specs[index % len(self._tensor_specs)].dtype
             kv, other = (
                 _numbers(self._memory.rows_of(index, ids), dtype).reshape(len(blocks), -1)
                 for ids in (blocks, peers)

@@ -19,7 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from pyengine.engine.offloading import COUNTERS as OFFLOAD_COUNTERS
 from pyengine.engine.offloading import STORE_COUNTERS
 from pyengine.engine.stats import EngineStats, StepResult
-from pyengine.kv_cache import COUNTERS
+from pyengine.kv_cache import BLOCK_STATES, COUNTERS
 from pyengine.request.request import Request as EngineRequest
 from pyengine.server.callers import caller_of
 from pyengine.server.histograms import (
@@ -43,7 +43,6 @@ FINISH_REASONS = ("error", "abort", "length", "stop")
 _MAX_TOKENS = 1 << 17
 """Largest bucket of token counts if the engine does not name a context length."""
 _SHARED_BLOCKS = ("hit_blocks", "already_cached_blocks", "merged_blocks", "forked_blocks")
-_BLOCK_STATES = ("free", "evictable", "active", "pinned", "loading")
 _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS),
     (
@@ -219,7 +218,7 @@ class EngineMetrics:
         used = 1 - usage.available / usage.num_blocks
         about = {name: str(self._about.get(name)) for name in _CONFIG if name in self._about}
         about["num_gpu_blocks"] = str(usage.num_blocks)
-        blocks = {state: getattr(usage, state) for state in _BLOCK_STATES}
+        blocks = {state: getattr(usage, state) for state in BLOCK_STATES}
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import PoolSnapshot, PoolUsage
+from pyengine.kv_cache import BLOCK_STATES, PoolSnapshot, PoolUsage
 
 if TYPE_CHECKING:  # recordings are shown without torch
     from pyengine.engine.stats import EngineView, RequestView
@@ -120,14 +120,10 @@ def pool_columns(pool: PoolSnapshot, usage: PoolUsage) -> tuple[dict[str, Any], 
     root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
     node_of_block = np.where(pieces >= 0, number_of[pieces], 0)
     columns = {
-        "usage": {name: getattr(usage, name) for name in _STATES},
+        "usage": {name: getattr(usage, name) for name in BLOCK_STATES},
         "blocks": _packed(
             [_column(pool.refs), seq_refs, _column(pool.ages), tree.block_depths],
-            [
-                np.frombuffer(pool.states, np.uint8),
-                space_of_root[root_of_block],
-                node_of_block,
-            ],
+            [np.frombuffer(pool.states, np.uint8), space_of_root[root_of_block], node_of_block],
         ),
         "spaces": spaces,
         "tree": nodes,
@@ -218,8 +214,6 @@ def _digest(namespace: bytes) -> str:
     return blake2b(namespace, digest_size=3, key=_KEY).hexdigest() if namespace else "default"
 
 
-_STATES = ("free", "evictable", "active", "pinned", "loading")
-"""The states of a block, by their numbers in a snapshot."""
 _KEY = os.urandom(16)
 """Random per process, so digests cannot be looked up."""
 
