@@ -68,7 +68,9 @@ app = typer.Typer(
 @command()
 def info(context: typer.Context, *, settings: EngineSettings) -> None:
     """Print versions, then open the model and print device, attention backend and why."""
-    versions = _versions()
+    versions: dict[str, object] = {"pyengine": package_version()}
+    versions["python"] = platform.python_version()
+    versions |= {name: installed_version(name) or "not installed" for name in LIBRARIES}
     print_rows("versions", versions)
     engine = factory_of(context)(settings)
     rows = {key: value for key, value in engine.describe().items() if key not in versions}
@@ -116,11 +118,6 @@ for body, name, summary in (
 app.add_typer(trace)
 app.add_typer(cache)
 completion_init()  # the scripts of --completion may ask now
-
-
-def _versions() -> dict[str, object]:
-    found: dict[str, object] = {"pyengine": package_version(), "python": platform.python_version()}
-    return found | {name: installed_version(name) or "not installed" for name in LIBRARIES}
 
 
 def _print_completion(shell: str | None) -> None:

@@ -61,9 +61,7 @@ def pull(
         note(f"{source.name}: {size_text(size)}; the engine can run it")
 
 
-def list_models(
-    as_json: Json = False,
-) -> None:
+def list_models(as_json: Json = False) -> None:
     """Print the models on this machine, their sizes, and whether the engine can run them."""
     with guarded():
         with libraries():

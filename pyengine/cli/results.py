@@ -18,11 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from pyengine.cli.prompts import (
-    Prompt,
-    Template,
-    text_of,
-)
+from pyengine.cli.prompts import Prompt, Template, text_of
 from pyengine.cli.terminal import write
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError

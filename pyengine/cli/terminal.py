@@ -10,14 +10,10 @@ from typing import TextIO
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
+"""How control characters are written, except line ends and tabs."""
 
 _BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 """ANSI sequences for a terminal."""
-
-
-def printable(text: str) -> str:
-    """Escape the control characters of `text`, except line ends and tabs."""
-    return text.translate(_CONTROLS)
 
 
 def write(text: str, *, bold: bool = False, style: str = "") -> None:
@@ -32,7 +28,7 @@ def note(text: str, *, dim: bool = False) -> None:
 
 def _write(stream: TextIO, text: str, style: str) -> None:
     if stream.isatty():
-        text = printable(text)
+        text = text.translate(_CONTROLS)
         if style and not os.environ.get("NO_COLOR"):
             text = f"{style}{text}{_PLAIN}"
     try:
