@@ -20,21 +20,16 @@ from pyengine.attention.dispatch import CompiledModel, register_paged_attention
 from pyengine.attention.needs import LayerNeeds
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats, check_weights
-from pyengine.models.config import (
-    DRAWN,
-    default_sampling,
-    max_model_len,
-    read_config,
-)
+from pyengine.models.config import DRAWN, default_sampling, max_model_len, read_config
 from pyengine.models.decoder.dummy import refuse_quantised
 from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
-from pyengine.models.placement import check_dummy_memory, choose_dtype, kv_shards
+from pyengine.models.placement import DtypeChoice, check_dummy_memory, choose_dtype, kv_shards
 from pyengine.models.source import ModelSource
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_object
 from pyengine.utils.devices import Device, for_torch
-from pyengine.utils.dtypes import DType, itemsize, torch_dtype
+from pyengine.utils.dtypes import itemsize, torch_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +115,7 @@ def load_fallback(
         config = read_config(folder, headers)
         quantised = getattr(config, "quantization_config", None) is not None
         check_number_formats(headers, folder, quantised=quantised)
-        saved = getattr(config.get_text_config(), "dtype", None)
-        choice = choose_dtype(dtype, _name(saved), device)
+        choice = _dtype_choice(config, dtype, device)
         transposed = _refuse_other_sizes(config, headers, folder)
         way_out = f"{transposed}; transformers was asked, as {reason}"
         with load_errors(f"the model in {folder} could not be loaded", way_out=way_out):
@@ -129,14 +123,11 @@ def load_fallback(
                 folder, config, torch_dtype(choice.dtype), _placement(device, shards)
             )
         refuse_not_finite(module, folder)
-        loaded = _loaded(source, module, device, choice.dtype, reason)
-        loaded = replace(
-            loaded,
-            dtype_reason=choice.reason,
+        return replace(
+            _loaded(source, module, device, choice, reason),
             kv_shards=kv_shards(config, shards),
             kv_scales=read_kv_scales(folder, headers),
         )
-        return loaded
 
 
 def check_fallback(folder: Path) -> None:
@@ -159,8 +150,7 @@ def _load_dummy(
     """
     folder = source.folder
     config = _unpacked_config(folder)
-    saved = getattr(config.get_text_config(), "dtype", None)
-    choice = choose_dtype(dtype, _name(saved), device)
+    choice = _dtype_choice(config, dtype, device)
     count = sum(map(prod, fallback_shapes(folder).values()))
     check_dummy_memory(count, 8 * itemsize(choice.dtype), device)
     own = for_torch(device)
@@ -171,8 +161,7 @@ def _load_dummy(
         module = _from_config(config, dtype=torch_dtype(choice.dtype)).eval().requires_grad_(False)
     refuse_unpageable(module, folder)
     refuse_not_finite(module, folder)
-    loaded = _loaded(source, module, device, choice.dtype, reason)
-    return replace(loaded, dtype_reason=choice.reason, load_format="dummy")
+    return replace(_loaded(source, module, device, choice, reason), load_format="dummy")
 
 
 def fallback_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -186,8 +175,10 @@ def fallback_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def _dtype_choice(config: Any, dtype: str | torch.dtype, device: Device) -> DtypeChoice:
+    saved: torch.dtype | None = getattr(config.get_text_config(), "dtype", None)
+    name = None if saved is None else str(saved).removeprefix("torch.")
+    return choose_dtype(dtype, name, device)
 
 
 def _unpacked_config(folder: Path) -> Any:
@@ -220,29 +211,26 @@ def _from_config(config: Any, **settings: Any) -> Any:
 
 
 def _loaded(
-    source: ModelSource, module: Any, device: Device, dtype: DType, reason: str
+    source: ModelSource, module: Any, device: Device, choice: DtypeChoice, reason: str
 ) -> LoadedModel:
     """A module with its tokenizer and its limits."""
     folder = source.folder
     tokenizer = load_tokenizer(folder)
     text, layers = module.config.get_text_config(), attending_layers(module)
+    end = getattr(module.generation_config, "eos_token_id", None)
     return LoadedModel(
         model=FallbackModel(module, layers, reason),
         layers=layers,
         tokenizer=tokenizer,
         path=folder,
         name=source.name,
-        eos_token_ids=eos_token_ids(
-            folder,
-            tokenizer,
-            text.vocab_size,
-            default=getattr(module.generation_config, "eos_token_id", None),
-        ),
+        eos_token_ids=eos_token_ids(folder, tokenizer, text.vocab_size, default=end),
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         device=device,
-        dtype=dtype,
+        dtype=choice.dtype,
+        dtype_reason=choice.reason,
         default_sampling=default_sampling(folder),
     )
 
