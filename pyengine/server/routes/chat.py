@@ -17,13 +17,7 @@ from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.context import Context
 from pyengine.server.errors import FieldError
 from pyengine.server.routes.cache_control import cache_marks, pinned_prefixes
-from pyengine.server.routes.generation import (
-    Call,
-    PromptDetails,
-    UsageCounter,
-    answer,
-    begin,
-)
+from pyengine.server.routes.generation import Call, PromptDetails, UsageCounter, answer, begin
 from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.params import check_count, sampling_params

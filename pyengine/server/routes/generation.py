@@ -25,12 +25,7 @@ from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.middleware.limits import release_body
 from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
 from pyengine.server.routes.ignored import ignored_header
-from pyengine.server.routes.params import (
-    check_length,
-    check_logprobs,
-    check_priority,
-    within_limit,
-)
+from pyengine.server.routes.params import check_length, check_logprobs, check_priority, within_limit
 from pyengine.server.schemas.requests import SamplingFields
 from pyengine.server.schemas.responses import PromptCache, PromptTokensDetails, ServerModel, Usage
 from pyengine.server.traffic import KeyCounts

@@ -7,6 +7,7 @@ The server reads this table; `tools/field_table.py` makes docs/reference/request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any, TypeAlias
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -267,12 +268,7 @@ _SERVICE = (
     _refused("kv_transfer_params", "the same server computes prompt and answer"),
     _refused("ec_transfer_params", "the same server computes prompt and answer"),
 )
-FIELDS = {
-    "Prompt": _PROMPT,
-    "Answer": _ANSWER,
-    "Response": _FORM,
-    "Request": _SERVICE,
-}
+FIELDS = {"Prompt": _PROMPT, "Answer": _ANSWER, "Response": _FORM, "Request": _SERVICE}
 """Rules by topic."""
 
 
@@ -301,13 +297,9 @@ def rules_of(route: str) -> dict[str, FieldRule]:
     return _BY_ROUTE.get(route, {})
 
 
-def _all() -> Iterator[FieldRule]:
-    for rules in FIELDS.values():
-        yield from rules
-
-
 _BY_ROUTE = {
-    route: {rule.name: rule for rule in _all() if route in rule.routes} for route in _ROUTES
+    route: {rule.name: rule for rule in chain(*FIELDS.values()) if route in rule.routes}
+    for route in _ROUTES
 }
 
 
