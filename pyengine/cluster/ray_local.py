@@ -48,10 +48,7 @@ def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[Remo
         try:
             handle = serve.run(
                 engines(
-                    asdict(settings),
-                    num_replicas=num_replicas,
-                    num_cpus=share,
-                    num_gpus=num_gpus,
+                    asdict(settings), num_replicas=num_replicas, num_cpus=share, num_gpus=num_gpus
                 ),
                 name="pyengine",
                 route_prefix=None,

@@ -4,7 +4,7 @@ import asyncio
 import os
 import platform
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -101,13 +101,11 @@ class Replica:
         # A grammar takes a while to compile.
         is_slow = request.params.structured_outputs is not None
         state = await asyncio.to_thread(make) if is_slow else make()
-        stream, is_first = self.engine.submit([state]), True
-        try:
+        is_first = True
+        with closing(self.engine.submit([state])) as stream:
             async for item in stream:
                 yield without_prompt(item, is_first=is_first)
                 is_first = False
-        finally:
-            stream.close()
 
     async def abort(self, request_id: str) -> bool:
         """See `AsyncEngine.abort`."""
