@@ -15,12 +15,7 @@ from pyengine.engine.builder import build_engine
 from pyengine.engine.explain import explain_prompt
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
 from pyengine.engine.stats import EngineObserver, EngineStats
-from pyengine.errors import (
-    ConfigurationError,
-    EngineClosedError,
-    InvalidRequestError,
-    copy_error,
-)
+from pyengine.errors import ConfigurationError, EngineClosedError, InvalidRequestError, copy_error
 from pyengine.kv_cache import TraceError
 from pyengine.outputs import CacheExplanation
 from pyengine.request.cache_hints import CacheHints, KeptPrefix

@@ -55,9 +55,7 @@ def register() -> None:
     version = vllm_version()
     if version.rpartition(".")[0] != SERIES:
         logger.warning(
-            "pyengine's block manager supports vLLM %s.x, not %s: using vLLM's own",
-            SERIES,
-            version,
+            "pyengine's block manager supports vLLM %s.x, not %s: using vLLM's own", SERIES, version
         )
         return
     install()

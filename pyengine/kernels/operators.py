@@ -30,8 +30,4 @@ def kept(rows: torch.Tensor) -> torch.Tensor:
     return result
 
 
-define_operator(
-    "kept(Tensor rows) -> Tensor",
-    torch.clone,
-    torch.empty_like,
-)
+define_operator("kept(Tensor rows) -> Tensor", torch.clone, torch.empty_like)

@@ -88,11 +88,7 @@ class _AWQ(GroupLayout):
 
     def tensor_shapes(self, outputs: int, inputs: int) -> dict[str, Shape]:
         groups, words = self.num_groups(inputs), outputs // _CODES_PER_WORD
-        return {
-            "qweight": (inputs, words),
-            "qzeros": (groups, words),
-            "scales": (groups, outputs),
-        }
+        return {"qweight": (inputs, words), "qzeros": (groups, words), "scales": (groups, outputs)}
 
     def groups(self, read: _ReadOwn) -> _Groups:
         codes, zeros = (_columns(_words(read(name)), _AWQ_ORDER) for name in ("qweight", "qzeros"))

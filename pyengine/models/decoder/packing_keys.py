@@ -152,9 +152,4 @@ def _weights(weights: Settings) -> None:
     weights.pass_over(_WEIGHTS)
 
 
-_CHECKS = {
-    "awq": _awq,
-    "gptq": _gptq,
-    "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-}
+_CHECKS = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed_tensors}

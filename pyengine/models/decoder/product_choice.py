@@ -38,11 +38,7 @@ _MAX_COPIES = 24
 _TURNS: tuple[ProductName, ...] = ("torch", "onednn", "onednn-unpacked", "onednn")
 """The first and the third read the same memory: between them another product reads its own, so that
 none finds more of its weights in caches."""
-_PENALTIES: Mapping[ProductName, float] = {
-    "onednn": 1,
-    "onednn-unpacked": 1.05,
-    "torch": 1.25,
-}
+_PENALTIES: Mapping[ProductName, float] = {"onednn": 1, "onednn-unpacked": 1.05, "torch": 1.25}
 """Factors on measured times: a noisy measurement changes nothing. By oneDNN's layout
 a row mostly has the same bits in every batch, by torch often not."""
 _WORTH_A_COPY = 1.15

@@ -239,10 +239,7 @@ def _llama3(inner: Settings, outer: Settings) -> Scaling:
     if high == low:
         inner.refuse("high_freq_factor", "it must differ from low_freq_factor")
     return Llama3Scaling(
-        factor=inner.number("factor", above=0),
-        low=low,
-        high=high,
-        original=_original(inner, outer),
+        factor=inner.number("factor", above=0), low=low, high=high, original=_original(inner, outer)
     )
 
 

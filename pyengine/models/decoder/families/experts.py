@@ -20,15 +20,7 @@ from pyengine.models.decoder.families.parts import (
     sliding_layers,
     switched_layers,
 )
-from pyengine.models.decoder.names import (
-    ATTENTION,
-    GATED,
-    PRE_NORM,
-    Stored,
-    names,
-    stored,
-    vector,
-)
+from pyengine.models.decoder.names import ATTENTION, GATED, PRE_NORM, Stored, names, stored, vector
 from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import (
     MLP,
@@ -193,12 +185,7 @@ FAMILIES = (
     Family(
         "granitemoe",
         _granitemoe,
-        {
-            **DEFAULTS,
-            **GRANITE,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
+        {**DEFAULTS, **GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2},
         names(
             ATTENTION,
             PRE_NORM,

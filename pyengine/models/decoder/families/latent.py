@@ -79,11 +79,7 @@ def _glm4_moe_lite(settings: Settings) -> DecoderSpec:
     return _latent(settings, sparse_layers(settings))
 
 
-_ONLY = {
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "moe_layer_freq": (1,),
-}
+_ONLY = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 _NAMES = names(
     PRE_NORM,
     GATED,

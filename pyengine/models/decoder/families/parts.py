@@ -261,11 +261,7 @@ def gated(
 def pre_norm(mixer: Mixer, feed_forward: FeedForward, norm: Norm, **more: Any) -> Layer:
     """A layer that normalises before each part."""
     return Layer(
-        mixer=mixer,
-        feed_forward=feed_forward,
-        before_mixer=norm,
-        before_feed_forward=norm,
-        **more,
+        mixer=mixer, feed_forward=feed_forward, before_mixer=norm, before_feed_forward=norm, **more
     )
 
 

@@ -26,14 +26,7 @@ from pyengine.models.decoder.families.parts import (
 from pyengine.models.decoder.names import ATTENTION, GATED, MTP, PRE_NORM, names, stored, vector
 from pyengine.models.decoder.rotary_settings import RotaryKind, two_rotaries
 from pyengine.models.decoder.settings import Settings
-from pyengine.models.decoder.spec import (
-    MLP,
-    DecoderSpec,
-    Experts,
-    Layer,
-    QueryKeyNorm,
-    Routing,
-)
+from pyengine.models.decoder.spec import MLP, DecoderSpec, Experts, Layer, QueryKeyNorm, Routing
 
 
 def sigmoid_routing(settings: Settings) -> Routing:
