@@ -20,16 +20,16 @@ pub const INDEX_BYTES_PER_ENTRY: usize = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct EntryId(u32);
 
-/// Position of an entry.
+/// The bytes of an entry in its segment's data file: a header, then the payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct Extent {
     pub(crate) segment: u32,
     pub(crate) offset: u64,
     pub(crate) header_len: u32,
     pub(crate) payload_len: u64,
 }
 
-impl Place {
+impl Extent {
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.header_len) + self.payload_len
     }
@@ -47,7 +47,7 @@ struct Entry {
     key: BlockKey,
     fingerprint: u16,
     state: State,
-    place: Place, // its segment means nothing while it is being written
+    extent: Extent, // segment and offset are 0 until it is written
     readers: u32,
     used: u64,
     written: u64,
@@ -108,8 +108,8 @@ impl Index {
         self.entry(id).state == State::Readable
     }
 
-    pub(crate) fn place(&self, id: EntryId) -> Place {
-        self.entry(id).place
+    pub(crate) fn extent(&self, id: EntryId) -> Extent {
+        self.entry(id).extent
     }
 
     pub(crate) fn key(&self, id: EntryId) -> BlockKey {
@@ -142,7 +142,7 @@ impl Index {
     ) -> Option<EntryId> {
         debug_assert!(self.find(&key).is_none());
         let fingerprint = self.intern(fingerprint)?;
-        let place = Place {
+        let extent = Extent {
             segment: 0,
             offset: 0,
             header_len,
@@ -152,7 +152,7 @@ impl Index {
             key,
             fingerprint,
             state: State::Writing,
-            place,
+            extent,
             readers: 0,
             used: 0,
             written: 0,
@@ -175,17 +175,17 @@ impl Index {
     }
 
     /// Makes a written entry readable.
-    pub(crate) fn publish(&mut self, id: EntryId, place: Place, written: u64) {
+    pub(crate) fn publish(&mut self, id: EntryId, extent: Extent, written: u64) {
         debug_assert_eq!(self.entry(id).state, State::Writing);
         self.count(id, false);
         self.clock += 1;
         let used = self.clock;
         let entry = self.entry_mut(id);
-        (entry.state, entry.place, entry.written, entry.used) =
-            (State::Readable, place, written, used);
+        (entry.state, entry.extent, entry.written, entry.used) =
+            (State::Readable, extent, written, used);
         self.count(id, true);
-        self.attach(id, place);
-        let segment = self.segment_mut(place.segment);
+        self.attach(id, extent);
+        let segment = self.segment_mut(extent.segment);
         segment.live += 1;
         segment.use_sum += used;
         if segment.is_condemned {
@@ -194,24 +194,24 @@ impl Index {
     }
 
     /// Starts reading an entry: its bytes stay until [`end_read`](Self::end_read).
-    pub(crate) fn begin_read(&mut self, id: EntryId) -> Place {
+    pub(crate) fn begin_read(&mut self, id: EntryId) -> Extent {
         debug_assert_eq!(self.entry(id).state, State::Readable);
         self.count(id, false);
         self.entry_mut(id).readers += 1;
         self.count(id, true);
-        let place = self.entry(id).place;
-        self.segment_mut(place.segment).readers += 1;
-        place
+        let extent = self.entry(id).extent;
+        self.segment_mut(extent.segment).readers += 1;
+        extent
     }
 
-    /// Ends reading an entry that was at `place` when reading began.
-    pub(crate) fn end_read(&mut self, id: EntryId, place: Place) {
+    /// Ends reading an entry that was at `extent` when the read began.
+    pub(crate) fn end_read(&mut self, id: EntryId, extent: Extent) {
         self.count(id, false);
         self.entry_mut(id).readers -= 1;
         self.count(id, true);
-        self.segment_mut(place.segment).readers -= 1;
-        let now = self.entry(id).place.segment;
-        if now != place.segment {
+        self.segment_mut(extent.segment).readers -= 1;
+        let now = self.entry(id).extent.segment;
+        if now != extent.segment {
             self.segment_mut(now).readers -= 1;
         }
     }
@@ -222,10 +222,10 @@ impl Index {
             return;
         }
         self.clock += 1;
-        let (used, place) = (self.entry(id).used, self.entry(id).place);
+        let (used, extent) = (self.entry(id).used, self.entry(id).extent);
         let clock = self.clock;
         self.entry_mut(id).used = clock;
-        self.segment_mut(place.segment).use_sum += clock - used;
+        self.segment_mut(extent.segment).use_sum += clock - used;
     }
 
     /// Drops a readable entry; its bytes stay until its segment is removed.
@@ -237,23 +237,23 @@ impl Index {
         self.count(id, false);
         self.entry_mut(id).state = State::Condemned;
         self.count(id, true);
-        let (used, place) = (self.entry(id).used, self.entry(id).place);
-        let segment = self.segment_mut(place.segment);
+        let (used, extent) = (self.entry(id).used, self.entry(id).extent);
+        let segment = self.segment_mut(extent.segment);
         segment.live -= 1;
         segment.use_sum -= used;
     }
 
     /// Moves an entry to its copy. The bytes at the old position are condemned.
     /// If it was dropped meanwhile, the copy is condemned instead.
-    pub(crate) fn relocate(&mut self, id: EntryId, from: Place, to: Place) {
-        let is_same = self.entry(id).state == State::Readable && self.entry(id).place == from;
+    pub(crate) fn relocate(&mut self, id: EntryId, from: Extent, to: Extent) {
+        let is_same = self.entry(id).state == State::Readable && self.entry(id).extent == from;
         let (key, fingerprint) = (self.entry(id).key, self.entry(id).fingerprint);
-        let left = if is_same { from } else { to };
+        let unused = if is_same { from } else { to };
         let entry = Entry {
             key,
             fingerprint,
             state: State::Condemned,
-            place: left,
+            extent: unused,
             readers: 0,
             used: 0,
             written: 0,
@@ -273,7 +273,7 @@ impl Index {
             .position(|&entry| entry == id)
             .expect("an entry is in its segment");
         old.entries[position] = ghost;
-        self.entry_mut(id).place = to;
+        self.entry_mut(id).extent = to;
         self.attach(id, to);
         let new = self.segment_mut(to.segment);
         new.live += 1;
@@ -296,7 +296,7 @@ impl Index {
             let entry = self.entry(id);
             let usage = &mut all[usize::from(entry.fingerprint)];
             usage.amount.entries += 1;
-            usage.amount.bytes += entry.place.bytes();
+            usage.amount.bytes += entry.extent.bytes();
             usage.last_written = usage.last_written.max(entry.written);
         }
         all.retain(|usage| usage.amount.entries > 0);
@@ -344,11 +344,11 @@ impl Index {
         self.free.push(id);
     }
 
-    fn attach(&mut self, id: EntryId, place: Place) {
-        let segment = self.segment_mut(place.segment);
-        debug_assert_eq!(segment.data_end, place.offset);
+    fn attach(&mut self, id: EntryId, extent: Extent) {
+        let segment = self.segment_mut(extent.segment);
+        debug_assert_eq!(segment.data_end, extent.offset);
         segment.entries.push(id);
-        segment.data_end += place.bytes();
+        segment.data_end += extent.bytes();
         segment.index_end += RECORD as u64;
     }
 
@@ -362,7 +362,7 @@ impl Index {
     }
 
     fn count(&mut self, id: EntryId, is_added: bool) {
-        let bytes = self.entry(id).place.bytes();
+        let bytes = self.entry(id).extent.bytes();
         let amount = amount_of(
             &mut self.usage,
             self.entries[id.0 as usize].state,

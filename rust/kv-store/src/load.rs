@@ -7,7 +7,7 @@ use std::sync::PoisonError;
 use crate::disk::read_exact;
 use crate::error::Notice;
 use crate::format::{FILE_HEADER, FileKind, RECORD, Record, RecordKind, header_len};
-use crate::index::{Index, Place};
+use crate::index::{Extent, Index};
 use crate::state::Shared;
 use crate::writer::Active;
 
@@ -213,7 +213,7 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
     for record in &found.records {
         let known = index.segment_mut(segment);
         let bytes = u64::from(record.header_len).saturating_add(record.payload_len);
-        let place = Place {
+        let extent = Extent {
             segment,
             offset: record.offset,
             header_len: record.header_len,
@@ -226,7 +226,7 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
                 let entry = index
                     .find(&record.key)
                     .filter(|&entry| index.is_readable(entry));
-                if let Some(entry) = entry.filter(|&entry| index.place(entry) == place) {
+                if let Some(entry) = entry.filter(|&entry| index.extent(entry) == extent) {
                     index.condemn(entry);
                 }
             }
@@ -250,7 +250,7 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
                 ) else {
                     break;
                 };
-                index.publish(entry, place, record.written);
+                index.publish(entry, extent, record.written);
             }
         }
     }

@@ -7,7 +7,7 @@ use crate::disk::{DiskFile, read_exact};
 use crate::error::{Get, LengthMismatch, Notice};
 use crate::folder::is_device_error;
 use crate::format::{FileKind, Header, Record, RecordKind};
-use crate::index::{EntryId, Place};
+use crate::index::{EntryId, Extent};
 use crate::key::{Block, BlockKey, Fingerprint};
 use crate::state::{Shared, State, Work};
 
@@ -55,11 +55,11 @@ impl Shared {
             _ if state.look_for_stall(self.config.stall_after) => Get::Failed,
             None => Get::Miss,
             Some(entry) => {
-                let place = state.index.begin_read(entry);
+                let extent = state.index.begin_read(entry);
                 drop(state);
-                let result = self.read_payload(block, key, place, given, buffers);
+                let result = self.read_payload(block, key, extent, given, buffers);
                 state = self.lock();
-                let answer = self.end_read(&mut state, entry, place, result)?;
+                let answer = self.end_read(&mut state, entry, extent, result)?;
                 if answer == Get::Hit {
                     state.index.touch(entry);
                 }
@@ -74,15 +74,15 @@ impl Shared {
         &self,
         block: &Block<'_>,
         key: BlockKey,
-        place: Place,
+        extent: Extent,
         given: u64,
         buffers: &mut [&mut [u8]],
     ) -> Result<(), Fault> {
         let _operation = self.operation();
-        let file = self.disk.open(&FileKind::Data.name(place.segment))?;
-        let mut bytes = vec![0; place.header_len as usize];
-        read_exact(&*file, &mut bytes, place.offset)?;
-        let header = self.header(&bytes, key, place)?;
+        let file = self.disk.open(&FileKind::Data.name(extent.segment))?;
+        let mut bytes = vec![0; extent.header_len as usize];
+        read_exact(&*file, &mut bytes, extent.offset)?;
+        let header = self.header(&bytes, key, extent)?;
         if !header.proves(block) {
             return Err(Fault::Collision);
         }
@@ -94,7 +94,7 @@ impl Shared {
         }
         let mut hasher = self.sealer.payload();
         let mut targets = Scatter::over(buffers);
-        for_each_chunk(&*file, place, |chunk| {
+        for_each_chunk(&*file, extent, |chunk| {
             hasher.update(chunk);
             targets.fill(chunk);
         })?;
@@ -110,11 +110,11 @@ impl Shared {
         &self,
         bytes: &'a [u8],
         key: BlockKey,
-        place: Place,
+        extent: Extent,
     ) -> Result<Header<'a>, Fault> {
         let header =
             Header::decode(bytes, &self.sealer).ok_or(Fault::Damaged("has no valid header"))?;
-        if header.key != key || header.payload_len != place.payload_len {
+        if header.key != key || header.payload_len != extent.payload_len {
             return Err(Fault::Damaged("is another one than the index says"));
         }
         Ok(header)
@@ -125,10 +125,10 @@ impl Shared {
         &self,
         state: &mut State,
         entry: EntryId,
-        place: Place,
+        extent: Extent,
         result: Result<(), Fault>,
     ) -> Result<Get, LengthMismatch> {
-        state.index.end_read(entry, place);
+        state.index.end_read(entry, extent);
         let answer = match result {
             Ok(()) => Ok(Get::Hit),
             Err(Fault::Length(mismatch)) => Err(mismatch),
@@ -140,11 +140,11 @@ impl Shared {
                 state.counters.damaged += 1;
                 let (key, fingerprint) = (state.index.key(entry), state.index.fingerprint(entry));
                 state.notify(Notice::Damaged(format!("entry {key} {how}")));
-                // The entry may have been relocated meanwhile: only the place that was read is damaged.
-                if state.index.is_readable(entry) && state.index.place(entry) == place {
+                // The entry may have been relocated meanwhile: only the extent that was read is damaged.
+                if state.index.is_readable(entry) && state.index.extent(entry) == extent {
                     state.index.condemn(entry);
-                    let record = dropped(key, fingerprint, place);
-                    self.enqueue(state, Work::Tombstone(place.segment, record));
+                    let record = dropped(key, fingerprint, extent);
+                    self.enqueue(state, Work::Tombstone(extent.segment, record));
                 }
                 Ok(Get::Miss)
             }
@@ -152,7 +152,7 @@ impl Shared {
                 state.counters.read_errors += 1;
                 state.notify(Notice::ReadFailed(error.to_string()));
                 if error.kind() == io::ErrorKind::NotFound {
-                    let lost = state.index.condemn_segment(place.segment);
+                    let lost = state.index.condemn_segment(extent.segment);
                     state.counters.lost += lost as u64;
                 } else if is_device_error(&error) {
                     state.counters.lost += u64::from(state.index.is_readable(entry));
@@ -164,7 +164,7 @@ impl Shared {
         if state
             .index
             .segments
-            .get(&place.segment)
+            .get(&extent.segment)
             .is_some_and(|segment| segment.is_condemned)
         {
             self.enqueue(state, Work::Tidy);
@@ -178,24 +178,24 @@ impl Shared {
         if state.index.find(&key) != Some(entry) || !state.index.is_readable(entry) {
             return None; // dropped meanwhile
         }
-        let place = state.index.begin_read(entry);
+        let extent = state.index.begin_read(entry);
         drop(state);
-        let result = self.read_unknown(key, place);
+        let result = self.read_unknown(key, extent);
         let is_whole = result.is_ok();
-        let _ = self.end_read(&mut self.lock(), entry, place, result);
+        let _ = self.end_read(&mut self.lock(), entry, extent, result);
         Some(is_whole)
     }
 
-    fn read_unknown(&self, key: BlockKey, place: Place) -> Result<(), Fault> {
-        let file = self.disk.open(&FileKind::Data.name(place.segment))?;
-        let mut bytes = vec![0; place.header_len as usize];
-        read_exact(&*file, &mut bytes, place.offset)?;
-        let header = self.header(&bytes, key, place)?;
+    fn read_unknown(&self, key: BlockKey, extent: Extent) -> Result<(), Fault> {
+        let file = self.disk.open(&FileKind::Data.name(extent.segment))?;
+        let mut bytes = vec![0; extent.header_len as usize];
+        read_exact(&*file, &mut bytes, extent.offset)?;
+        let header = self.header(&bytes, key, extent)?;
         if !header.is_consistent() {
             return Err(Fault::Damaged("has a key that its tokens contradict"));
         }
         let mut hasher = self.sealer.payload();
-        for_each_chunk(&*file, place, |chunk| {
+        for_each_chunk(&*file, extent, |chunk| {
             hasher.update(chunk);
         })?;
         if hasher.finalize() != header.checksum {
@@ -237,11 +237,11 @@ impl<'a, 'b> Scatter<'a, 'b> {
 
 fn for_each_chunk(
     file: &dyn DiskFile,
-    place: Place,
+    extent: Extent,
     mut each: impl FnMut(&[u8]),
 ) -> io::Result<()> {
-    let mut offset = place.offset + u64::from(place.header_len);
-    let end = offset + place.payload_len;
+    let mut offset = extent.offset + u64::from(extent.header_len);
+    let end = offset + extent.payload_len;
     BUFFER.with_borrow_mut(|buffer| {
         buffer.resize(CHUNK, 0);
         while offset < end {
@@ -255,14 +255,14 @@ fn for_each_chunk(
 }
 
 /// The record that removes an entry from its segment's index.
-pub(crate) fn dropped(key: BlockKey, fingerprint: Fingerprint, place: Place) -> Record {
+pub(crate) fn dropped(key: BlockKey, fingerprint: Fingerprint, extent: Extent) -> Record {
     Record {
         kind: RecordKind::Dropped,
         key,
         fingerprint,
-        offset: place.offset,
-        header_len: place.header_len,
-        payload_len: place.payload_len,
+        offset: extent.offset,
+        header_len: extent.header_len,
+        payload_len: extent.payload_len,
         written: 0,
     }
 }

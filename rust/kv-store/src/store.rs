@@ -317,13 +317,13 @@ impl Store {
         let entries: Vec<_> = index.readable().filter(is_dropped).collect();
         let mut records = Vec::with_capacity(entries.len());
         for &entry in &entries {
-            let place = state.index.place(entry);
+            let extent = state.index.extent(entry);
             records.push((
-                place.segment,
+                extent.segment,
                 dropped(
                     state.index.key(entry),
                     state.index.fingerprint(entry),
-                    place,
+                    extent,
                 ),
             ));
             state.index.condemn(entry);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crate::disk::{DiskFile, write_all};
 use crate::error::{DropReason, Notice};
 use crate::format::{FileKind, Record, RecordKind, encode_header};
-use crate::index::{Index, Place};
+use crate::index::{Extent, Index};
 use crate::state::{Shared, Work, WriteJob};
 
 /// After a fault, the writer checks its folder and the free space at least this often.
@@ -132,8 +132,8 @@ impl Writer {
         let bytes = job.payload.len() as u64;
         state.queued_bytes -= bytes;
         match result {
-            Some(Ok(place)) => {
-                state.index.publish(job.entry, place, now());
+            Some(Ok(extent)) => {
+                state.index.publish(job.entry, extent, now());
                 state.counters.stored += 1;
                 state.counters.stored_bytes += bytes;
                 if state.suspended_until.take().is_some() {
@@ -192,7 +192,7 @@ impl Writer {
     }
 
     /// A full disk lowers the limit to the bytes that the store has.
-    fn retry_full(&mut self, job: &WriteJob, error: io::Error) -> io::Result<Place> {
+    fn retry_full(&mut self, job: &WriteJob, error: io::Error) -> io::Result<Extent> {
         if !is_full(&error) {
             return Err(error);
         }
@@ -206,7 +206,7 @@ impl Writer {
         self.append_job(job)
     }
 
-    fn append_job(&mut self, job: &WriteJob) -> io::Result<Place> {
+    fn append_job(&mut self, job: &WriteJob) -> io::Result<Extent> {
         let block = job.block();
         let mut hasher = self.shared.sealer.payload();
         hasher.update(&job.payload);
@@ -231,7 +231,7 @@ impl Writer {
     }
 
     /// Appends an entry's bytes, then its record. After a failure the next entry overwrites both.
-    fn append(&mut self, parts: &[&[u8]], mut record: Record) -> io::Result<Place> {
+    fn append(&mut self, parts: &[&[u8]], mut record: Record) -> io::Result<Extent> {
         let shared = Arc::clone(&self.shared);
         let _operation = shared.operation();
         let bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
@@ -261,7 +261,7 @@ impl Writer {
             return Err(error);
         }
         let (header_len, payload_len) = (record.header_len, record.payload_len);
-        Ok(Place {
+        Ok(Extent {
             segment: active.segment,
             offset: start,
             header_len,

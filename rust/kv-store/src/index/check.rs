@@ -20,7 +20,7 @@ impl Index {
         for entry in &self.entries {
             if let Some(amount) = amount_of(&mut usage, entry.state, entry.readers) {
                 amount.entries += 1;
-                amount.bytes += entry.place.bytes();
+                amount.bytes += entry.extent.bytes();
             }
         }
         if usage != self.usage {
@@ -45,14 +45,14 @@ impl Index {
         for (number, segment) in &self.segments {
             let entries = || segment.entries.iter().map(|&id| self.entry(id));
             let live = || entries().filter(|entry| entry.state == State::Readable);
-            if let Some(entry) = entries().find(|entry| entry.place.segment != *number) {
+            if let Some(entry) = entries().find(|entry| entry.extent.segment != *number) {
                 return Err(format!(
                     "segment {number} lists an entry of segment {}",
-                    entry.place.segment
+                    entry.extent.segment
                 ));
             }
             seen.extend(segment.entries.iter().copied());
-            let bytes: u64 = entries().map(|entry| entry.place.bytes()).sum();
+            let bytes: u64 = entries().map(|entry| entry.extent.bytes()).sum();
             equal(
                 &format!("bytes of segment {number}"),
                 FILE_HEADER as u64 + bytes,

@@ -122,7 +122,7 @@ impl Index {
         entries.sort_by_key(|&id| std::cmp::Reverse(self.entry(id).used));
         let mut left = bytes;
         let fits = |id: &EntryId| {
-            let needed = self.place(*id).bytes() + RECORD as u64;
+            let needed = self.extent(*id).bytes() + RECORD as u64;
             left.checked_sub(needed).map(|rest| left = rest).is_some()
         };
         entries.into_iter().take_while(fits).collect()

@@ -72,29 +72,29 @@ impl Writer {
     }
 
     fn relocate(&mut self, entry: EntryId, segment: u32) -> io::Result<()> {
-        let (place, record) = {
+        let (extent, record) = {
             let state = self.shared.lock();
-            if !state.index.is_readable(entry) || state.index.place(entry).segment != segment {
+            if !state.index.is_readable(entry) || state.index.extent(entry).segment != segment {
                 return Ok(());
             }
-            let place = state.index.place(entry);
+            let extent = state.index.extent(entry);
             let mut record = crate::read::dropped(
                 state.index.key(entry),
                 state.index.fingerprint(entry),
-                place,
+                extent,
             );
             (record.kind, record.written) = (RecordKind::Stored, state.index.written(entry));
-            (place, record)
+            (extent, record)
         };
-        let mut bytes = vec![0; place.bytes() as usize];
+        let mut bytes = vec![0; extent.bytes() as usize];
         {
             let _operation = self.shared.operation();
             let file = self.shared.disk.open(&FileKind::Data.name(segment))?;
-            read_exact(&*file, &mut bytes, place.offset)?;
+            read_exact(&*file, &mut bytes, extent.offset)?;
         }
         let copy = self.append(&[&bytes], record)?;
         let mut state = self.shared.lock();
-        state.index.relocate(entry, place, copy);
+        state.index.relocate(entry, extent, copy);
         state.counters.relocated += 1;
         Ok(())
     }
