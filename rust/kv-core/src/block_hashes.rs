@@ -32,7 +32,7 @@ fn mark(hash: u128) -> u32 {
 }
 
 /// The cell of this mark.
-fn place(line: &Line, mark: u32) -> Option<usize> {
+fn cell_of(line: &Line, mark: u32) -> Option<usize> {
     let places = line.iter().enumerate();
     let mask = places.fold(0_u32, |mask, (at, &there)| {
         mask | u32::from(there == mark) << at
@@ -53,11 +53,11 @@ fn in_overflow(overflow: &HashSet<(usize, u32)>, line: usize, mark: u32) -> bool
 fn add(lines: &mut [Line], overflow: &mut HashSet<(usize, u32)>, hash: u128) -> bool {
     let (at, mark) = (line_of(hash, lines.len()), mark(hash));
     let line = &mut lines[at];
-    if place(line, mark).is_some() || in_overflow(overflow, at, mark) {
+    if cell_of(line, mark).is_some() || in_overflow(overflow, at, mark) {
         return false;
     }
-    match place(line, 0) {
-        Some(place) => line[place] = mark,
+    match cell_of(line, 0) {
+        Some(cell) => line[cell] = mark,
         None => _ = overflow.insert((at, mark)),
     }
     true
@@ -110,8 +110,8 @@ impl BlockHashSet {
         for &hash in hashes {
             let (at, mark) = (line_of(hash, lines.len()), mark(hash));
             let line = &mut lines[at];
-            match place(line, mark) {
-                Some(place) => line[place] = 0,
+            match cell_of(line, mark) {
+                Some(cell) => line[cell] = 0,
                 None => _ = self.overflow.remove(&(at, mark)),
             }
         }
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// In one line, in which not all have a place, and in some.
+        /// Hashes of one line, which has too few cells, and of several.
         #[test]
         fn they_are_a_set(
             num_blocks in prop::sample::select(vec![0_usize, 9, 100]),

@@ -160,7 +160,7 @@ answers! {
     Extend: answer => Self::Extend(answer.clone()),
     Reserve: answer => match answer {
         Reserve::Reserved(transfer) => Self::Extend(Extend::Extended {
-            blocks: transfer.blocks().iter().map(|place| place.block).collect(),
+            blocks: transfer.blocks().iter().map(|loading| loading.block).collect(),
             copies: Vec::new(),
         }),
         &Reserve::NoRoom { needed, available } => {

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use crate::eviction::Eviction;
 
-/// Why a call was refused. It has changed nothing.
+/// Reasons for which a call is refused. It has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the message explains the fields
 pub enum Error {
@@ -80,7 +80,7 @@ pub enum Error {
     /// `begin_step` while two plans are open.
     #[error("two steps are open; commit step {plan} or roll the later one back first")]
     PlanOpen { plan: u64 },
-    /// Not this plan's turn: the oldest is committed first; the newest is planned into, cancelled from and rolled back
+    /// The plan is out of order: the oldest is committed first; the newest is planned into, cancelled from and rolled back
     /// first.
     #[error(
         "step {plan} is out of turn, step {first} comes first: steps are committed oldest first, and planned into and rolled back newest first"

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::ids::{BlockId, NodePosition};
 
-/// A cached block that was evicted. Its KV is whole until the block is written again.
+/// A cached block that was evicted. Its KV is intact until the block is written again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Evicted {
     /// The block that held it.
@@ -56,8 +56,7 @@ pub enum Event {
     },
 }
 
-/// Fewer pending hashes are never dropped. No more than the blocks of a pool twice either: as many as one step may
-/// remove and store.
+/// Fewer pending hashes are never dropped, nor fewer than twice the pool's blocks, which one step may remove and store.
 const MIN_KEPT: usize = 65_536;
 
 /// Pending events. Stored blocks are hashed when the events are taken, or before the first eviction.

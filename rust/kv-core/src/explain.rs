@@ -94,8 +94,8 @@ pub(crate) struct Evictions {
     /// Evictions so far.
     count: u64,
     max_evictions: usize,
-    /// The number of the last eviction of each hash, and its cause: of the newest evictions, at max_evictions
-    /// `max_evictions`, and of as many before them. None is ever removed alone, so that an eviction costs one
+    /// The number of the last eviction of each hash, and its cause: of the newest evictions, at most `max_evictions`,
+    /// and of as many before them. None is ever removed alone, so that an eviction costs one
     /// insertion.
     newest: Numbers,
     older: Numbers,
@@ -105,7 +105,7 @@ pub(crate) struct Evictions {
 
 type Numbers = HashMap<u128, (u64, EvictedBy), BuildHasherDefault<OfHash>>;
 
-/// The hash of a block hash: its lower half, because it is random already.
+/// Hashes a block hash to its lower half, which is random already.
 #[derive(Default)]
 struct OfHash(u64);
 

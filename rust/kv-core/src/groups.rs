@@ -56,7 +56,7 @@ impl BlockSize {
 pub(crate) struct Groups {
     /// The sliding windows, in tokens.
     windows: Box<[Option<usize>]>,
-    block: BlockSize,
+    size: BlockSize,
     has_windows: bool,
 }
 
@@ -70,7 +70,7 @@ impl Groups {
         }
         Ok(Self {
             windows: windows.into(),
-            block: BlockSize::new(block_size),
+            size: BlockSize::new(block_size),
             has_windows: windows.iter().any(Option::is_some),
         })
     }
@@ -81,17 +81,17 @@ impl Groups {
     }
 
     pub(crate) fn block_size(&self) -> usize {
-        self.block.tokens
+        self.size.tokens
     }
 
     /// The block size with its divisions, for loops.
-    pub(crate) fn block(&self) -> BlockSize {
-        self.block
+    pub(crate) fn size(&self) -> BlockSize {
+        self.size
     }
 
     /// The logical block of a position: the full logical blocks before it.
     pub(crate) fn index_of(&self, position: usize) -> usize {
-        self.block.index_of(position)
+        self.size.index_of(position)
     }
 
     /// Logical blocks that `num_tokens` tokens need.
@@ -118,29 +118,29 @@ impl Groups {
         self.first_index_of(group, indices, 0)
     }
 
-    /// The same, also for queries at its last `replay` positions.
+    /// As `first_index`, also for queries at its last `replay` positions.
     pub(crate) fn first_index_of(&self, group: usize, indices: usize, replay: usize) -> usize {
         indices.saturating_sub(self.reach(group, replay))
     }
 
-    /// Logical blocks that the window of a query reaches into, and of the `replay` - 1 positions before it.
+    /// Logical blocks in the windows of a query and of the `replay` - 1 positions before it.
     fn reach(&self, group: usize, replay: usize) -> usize {
         let before = replay.saturating_sub(1);
         let indices = |window: usize| self.end_of(window.saturating_add(before));
         self.windows[group].map_or(usize::MAX, indices)
     }
 
-    /// The max_tokens logical blocks that a group holds at once until `num_tokens` tokens are computed, at max_tokens
-    /// `max_tokens` in a step.
+    /// The most logical blocks that a group holds at once until `num_tokens` tokens are computed, at most `max_tokens`
+    /// in a step.
     pub(crate) fn peak(&self, group: usize, num_tokens: usize, max_tokens: usize) -> usize {
         let indices = num_tokens.div_ceil(self.block_size());
-        // A step of n tokens touches at max_tokens this many logical blocks, wherever it begins.
+        // A step of n tokens touches at most this many logical blocks, wherever it begins.
         let step = max_tokens.saturating_add(2 * self.block_size() - 2) / self.block_size();
         indices.min(self.reach(group, 0).saturating_add(step))
     }
 
-    /// The max_tokens blocks that one sequence holds at once until `num_tokens` tokens are computed, at max_tokens
-    /// `max_tokens` in a step.
+    /// The most blocks that one sequence holds at once until `num_tokens` tokens are computed, at most `max_tokens` in a
+    /// step.
     pub(crate) fn blocks_for(&self, num_tokens: usize, max_tokens: usize) -> usize {
         let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, max_tokens));
         peaks.fold(0, usize::saturating_add)
@@ -160,8 +160,9 @@ impl Groups {
         let passed: usize = self.windows.iter().flatten().map(passed).sum();
         let held = indices * self.len() - passed;
         let new = num_tokens.div_ceil(size).saturating_sub(indices);
-        let most = self.blocks_for(num_tokens, max_tokens).saturating_sub(held);
-        most.min(new.saturating_mul(self.len()))
+        let peak = self.blocks_for(num_tokens, max_tokens);
+        let new = new.saturating_mul(self.len());
+        peak.saturating_sub(held).min(new)
     }
 }
 
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_needs_the_rows_that_its_next_token_sees() {
+    fn a_prefix_needs_the_blocks_that_its_next_token_sees() {
         for (window, block_size) in [(1, 1), (4, 4), (5, 4), (6, 4), (7, 3), (16, 16)] {
             let groups = Groups::new(&[Some(window)], block_size).expect("valid");
             for indices in 0..10 {
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_for_is_never_less_than_what_a_walk_holds() {
+    fn blocks_for_is_never_less_than_a_prefill_holds() {
         for (window, size, max_tokens) in [(4, 4, 1), (5, 4, 3), (8, 2, 7), (3, 1, 2), (16, 4, 64)]
         {
             let groups = Groups::new(&[None, Some(window)], size).expect("valid");

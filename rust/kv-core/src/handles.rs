@@ -32,7 +32,7 @@ pub(crate) struct Shared {
     pub(crate) manager: u32,
     /// Pins that hold each block.
     refs: Box<[AtomicU32]>,
-    /// At most one for each handle and pin that was dropped since the manager's last call.
+    /// Releases since the manager's last call: at most one for each handle and pin.
     deferred: Mutex<Vec<Deferred>>,
     /// Their number, and that of their blocks.
     num_deferred: AtomicUsize,
@@ -266,10 +266,10 @@ impl Transfer {
     pub fn filled_indices(&self, filled: &[LoadingBlock]) -> Result<usize, LoadingBlock> {
         let mut is_filled = vec![false; self.blocks.len()];
         for block in filled {
-            let place = |other: &LoadingBlock| (other.index, other.group);
+            let order = |other: &LoadingBlock| (other.index, other.group);
             let at = self
                 .blocks
-                .binary_search_by_key(&place(block), place)
+                .binary_search_by_key(&order(block), order)
                 .ok()
                 .filter(|&at| self.blocks[at] == *block)
                 .ok_or(*block)?;

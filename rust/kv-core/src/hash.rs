@@ -68,8 +68,8 @@ impl ContentHasher {
     }
 
     #[inline(always)]
-    fn of_stack<const MOST: usize>(parent: u128, tokens: &[u32]) -> u128 {
-        let mut stack = [0; MOST];
+    fn of_stack<const BYTES: usize>(parent: u128, tokens: &[u32]) -> u128 {
+        let mut stack = [0; BYTES];
         let bytes = &mut stack[..16 + 4 * tokens.len()];
         Self::lay_out(parent, tokens, bytes);
         xxh3_128(bytes)

@@ -276,8 +276,8 @@ impl BlockManager {
         Ok(self.grant(blocks, || Call::match_prefix(tokens, namespace)))
     }
 
-    /// Says which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no
-    /// block and no order of eviction.
+    /// Explains which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes
+    /// neither blocks nor the order of eviction.
     ///
     /// The answer depends on this namespace alone: on its cached blocks, its sequences and its evictions.
     pub fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Explanation, Error> {
@@ -343,8 +343,8 @@ impl BlockManager {
         self.run(call, |state| state.append(key, tokens))
     }
 
-    /// Releases the blocks after the first `num_tokens` tokens: slots reserved for drafts that were rejected. Returns
-    /// how many blocks.
+    /// Releases the blocks after the first `num_tokens` tokens, such as lookahead slots of rejected drafts. Returns how
+    /// many blocks.
     pub fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
         let call = || Call::trim(key.id, num_tokens);
         self.run(call, |state| state.trim(key, num_tokens))
@@ -377,8 +377,8 @@ impl BlockManager {
     /// hold; these count as computed.
     ///
     /// It reuses at most all known tokens but the last one, which is computed for its logits and not written if its
-    /// block is reused. It reuses nothing between block boundaries, with slots reserved (see [`BlockManager::trim`]),
-    /// or what an open plan is to compute.
+    /// block is reused. It reuses nothing inside a block, and nothing while lookahead slots are allocated (see
+    /// [`BlockManager::trim`]) or from blocks that an open plan is to compute.
     ///
     /// # Errors
     /// [`Error::InPlan`]
@@ -389,8 +389,8 @@ impl BlockManager {
 
     /// Allocates slots for `num_tokens` tokens after the computed ones, for a step that the caller runs.
     ///
-    /// All or nothing. Existing slots count, so it allocates where a block ends and after a fork. Tell the manager
-    /// with [`BlockManager::publish`] once they are computed.
+    /// All or nothing. Slots that the sequence has already count, so it allocates at block boundaries and after a fork.
+    /// Call [`BlockManager::publish`] once they are computed.
     ///
     /// # Errors
     /// [`Error::InPlan`]
@@ -475,13 +475,13 @@ impl BlockManager {
     /// blocks: the KV of earlier ones was overwritten.
     ///
     /// Take them after a step is planned and before it runs, or after another call that allocates: until then their
-    /// KV is whole. [`BlockManager::evict`] keeps it whole for longer.
+    /// KV is intact. [`BlockManager::evict`] keeps it longer.
     pub fn take_evicted(&mut self) -> Vec<Evicted> {
         self.state.pool.take_evicted()
     }
 
     /// Evicts the next `num_blocks` evictable blocks ahead of need, or all of them, and pins them. Returns a record of
-    /// each, and the pin: their KV stays whole until it is dropped, then they are free.
+    /// each, and the pin: their KV stays intact until the pin is dropped, then they are free.
     ///
     /// For a store that copies blocks in the background: with enough free blocks no allocation evicts.
     pub fn evict(&mut self, num_blocks: usize) -> (Vec<Evicted>, Pin) {
@@ -510,7 +510,7 @@ impl BlockManager {
     /// Plans one token for each of `sequences`, in order, as far as blocks and budget suffice.
     ///
     /// Returns the positions in `sequences` of those that were rejected; they are unchanged. Each must have exactly
-    /// one token left to compute. On misuse none is planned. `lookahead` reserves slots past the known tokens;
+    /// one token left to compute. On misuse none is planned. `lookahead` allocates slots past the known tokens;
     /// [`BlockManager::trim`] releases those that are not used.
     ///
     /// A sequence that the previous step samples may be decoded while that step is open. Its token is pending:

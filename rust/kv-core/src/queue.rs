@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Free blocks are allocated first, then evictable ones from the list that the eviction policy chooses. Every
-//! operation is O(1) and allocates nothing.
+//! operation is O(1) and allocates no memory.
 
 mod check;
 
@@ -29,7 +29,7 @@ impl List {
     pub(crate) const EVICTABLE: [Self; 2] = [Self::Probation, Self::Protected];
 }
 
-/// What is read and written whenever a block is reused or released: four of them fill a cache line.
+/// The record of a block, read and written whenever it is reused or released: four of them fill a cache line.
 #[derive(Clone, Copy, Default)]
 #[repr(align(16))]
 pub(crate) struct BlockMeta {
@@ -38,7 +38,7 @@ pub(crate) struct BlockMeta {
     pub(crate) step: u32,
     /// The layer group for which it is cached.
     pub(crate) group: u8,
-    /// Its list in the queue, now or once it has no holder.
+    /// The list that it is in, or joins once it has no references.
     pub(crate) list: List,
     queued: bool,
     /// Whether a transfer is to fill it.
@@ -131,7 +131,7 @@ impl BlockMeta {
     }
 }
 
-/// All blocks; those without holders in the order in which they are allocated.
+/// All blocks; those without references in the order in which they are allocated.
 pub(crate) struct FreeQueue {
     /// One per block, and a sentinel per list at the end that closes its ring.
     metas: Vec<BlockMeta>,
@@ -212,8 +212,7 @@ impl FreeQueue {
         }
     }
 
-    /// Pops at max_count `max_count` blocks from the front of a list and adds them to `taken`, each with one table
-    /// entry.
+    /// Pops at most `max_count` blocks from the front of a list and adds them to `taken`, each with one table entry.
     #[inline]
     pub(crate) fn pop_front(&mut self, list: List, max_count: usize, taken: &mut Vec<BlockId>) {
         let (sentinel, count) = (self.sentinel(list), max_count.min(self.len_of(list)));
@@ -234,10 +233,10 @@ impl FreeQueue {
         self.unlink_all(&[block], |_| {});
     }
 
-    /// Unlinks the queued blocks, then calls `each` on all of them. Neighbours in the order last to first, as the
+    /// Unlinks the queued blocks, then calls `visit` on all of them. Neighbours in the order last to first, as the
     /// blocks of a sequence were pushed, are unlinked together.
     #[inline(always)]
-    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut BlockMeta)) {
+    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], mut visit: impl FnMut(&mut BlockMeta)) {
         let (mut gap, mut list, mut count) = (Link::default(), List::Free, 0);
         for &block in blocks {
             // Read by its own id, before the comparison with its neighbour's link: the reads are scattered in memory
@@ -254,7 +253,7 @@ impl FreeQueue {
                 meta.leave(0);
             }
             (gap.prev, count) = (prev, count + 1);
-            each(meta);
+            visit(meta);
         }
         self.close(gap, list, count);
     }
@@ -310,7 +309,7 @@ impl BatchPush<'_> {
         &mut self.metas[block.at()]
     }
 
-    /// Pushes a block without holders: a free one to the front of its list, an evictable one to the back.
+    /// Pushes a block without references: a free one to the front of its list, an evictable one to the back.
     #[inline(always)] // each block of every sequence that ends comes here
     pub(crate) fn push(&mut self, block: BlockId) {
         let list = self.meta_mut(block).list;

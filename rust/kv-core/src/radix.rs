@@ -34,7 +34,7 @@ use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::stats::SnapshotNode;
 use index::Index;
 
-/// Hashes of forgotten blocks that wait for their removal from the set: a call removes no more than these and its own.
+/// Hashes of removed blocks that may wait for their removal from the set, which bounds the work of a call.
 const MAX_STALE_HASHES: usize = 1_024;
 
 /// Children of a position that a search for a partial match compares: the newest ones. It bounds the cost of a
@@ -235,8 +235,8 @@ impl RadixTree {
 
     /// The index hash of a child of `parent` with this first block.
     fn index_hash(&self, parent: NodePosition, tokens: &[u32]) -> u32 {
-        let place = u64::from(parent.node.get()) << 32 | u64::from(parent.offset);
-        let seed = place ^ self.hasher.seed();
+        let position = u64::from(parent.node.get()) << 32 | u64::from(parent.offset);
+        let seed = position ^ self.hasher.seed();
         let hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
         self.hasher.index_bits(hash) as u32
     }

@@ -12,7 +12,7 @@ use crate::table::BlockTable;
 
 /// The registered prefix of a sequence: its blocks are those on the path to `last` in the radix tree. They are
 /// ready, or an open step computes them, and they are never written again.
-#[repr(C)] // their number belongs to the hot line of a sequence, the last does not
+#[repr(C)] // `num_indices` is in the first cache line of a sequence, `last` is not
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Registered {
     num_indices: u32,
@@ -76,7 +76,7 @@ pub(crate) struct SequenceState {
     pub(crate) planned_end: usize,
     /// Tokens whose KV is in the table's blocks.
     pub(crate) computed: usize,
-    /// The open plans that hold it.
+    /// The open plans that it is in.
     pub(crate) plans: PlanSet,
     /// Pending tokens: open plans sample them, so their positions are known and their values are not.
     pub(crate) pending: u8,
@@ -183,7 +183,7 @@ impl Sequence {
         (self.tokens.len() + usize::from(self.pending)).saturating_sub(self.planned_end)
     }
 
-    /// Whether its block of an index may be shared with a fork and is yet to be written.
+    /// True if its block at `index` may be shared with a fork and is not written yet.
     #[inline]
     pub(crate) fn may_share(&self, index: usize) -> bool {
         (self.registered.end()..self.shared_indices as usize).contains(&index)
@@ -200,7 +200,7 @@ impl Sequence {
         self.id == key.id && key.manager == manager && !self.dropped
     }
 
-    /// Whether a plan may compute its last token.
+    /// Checks that a plan may compute its last token.
     pub(crate) fn check_decode(&self, plan: PlanSet) -> Result<(), Error> {
         let (sequence, uncomputed) = (self.id, self.num_unplanned());
         if self.plans.meets(plan) || self.speculating {
@@ -226,18 +226,18 @@ impl Sequence {
         }
     }
 
-    /// Its newest plan computes `count` drafts after the last token.
+    /// Adds `count` drafts after the last token to its newest plan.
     pub(crate) fn plan_drafts(&mut self, count: usize) {
         self.0.planned_end += count;
         self.0.speculating = true;
     }
 
-    /// Its next plan starts after `tokens` cached tokens.
+    /// Starts its next plan after `tokens` cached tokens.
     pub(crate) fn skip_cached(&mut self, tokens: usize) {
         self.0.planned_end += tokens;
     }
 
-    /// The row that samples its last pending token has moved.
+    /// Sets the row that samples its last pending token.
     pub(crate) fn set_sample_row(&mut self, row: SampleRow) {
         self.0.sample_row = row;
     }
@@ -315,17 +315,17 @@ impl Sequence {
         self.0.registered = registered;
     }
 
-    /// Logical blocks before `end` may be shared with a fork from now on.
+    /// Marks the logical blocks before `end` as shared with a fork.
     pub(crate) fn share_indices(&mut self, end: usize) {
         self.0.shared_indices = self.shared_indices.max(end as u32);
     }
 
-    /// Only its first `count` logical blocks may stay cached when it ends.
+    /// Lets only its first `count` logical blocks stay cached when it ends.
     pub(crate) fn keep_indices(&mut self, count: usize) {
         self.0.kept_indices = count.min(u32::MAX as usize) as u32;
     }
 
-    /// Its handle was dropped or it was freed.
+    /// Marks it as dropped or freed.
     pub(crate) fn set_dropped(&mut self) {
         self.0.dropped = true;
     }
@@ -446,9 +446,9 @@ impl Sequences {
         let seq = self.sequences.get_mut(key.seq_idx as usize)?;
         let matches = seq.id == key.id && key.manager == self.manager;
         let is_held = seq.plans.meets(plan) | seq.speculating | seq.dropped;
-        let left_one = seq.tokens.len() + usize::from(seq.pending) == seq.planned_end + 1;
+        let has_one_left = seq.tokens.len() + usize::from(seq.pending) == seq.planned_end + 1;
         let shares = seq.shared_indices > seq.registered.num_indices;
-        (matches && !is_held && left_one && !shares).then_some(seq)
+        (matches && !is_held && has_one_left && !shares).then_some(seq)
     }
 
     /// The sequence at an index that is not vacant.
@@ -470,12 +470,12 @@ impl Sequences {
         (seq.registered, seq.root)
     }
 
-    pub(crate) fn iter_slots(&self) -> impl Iterator<Item = (u32, &Sequence)> {
+    pub(crate) fn enumerate(&self) -> impl Iterator<Item = (u32, &Sequence)> {
         (0..).zip(&self.sequences).filter(|(_, seq)| seq.id > 0)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {
-        self.iter_slots().map(|(_, seq)| seq)
+        self.enumerate().map(|(_, seq)| seq)
     }
 }
 

@@ -73,7 +73,7 @@ impl BlockTable {
         table
     }
 
-    /// Blocks that are no prefix, for a pin.
+    /// Blocks that form no prefix, for a pin.
     pub(crate) fn of_blocks(groups: usize, blocks: Vec<BlockId>) -> Self {
         let mut table = Self::new(groups);
         table.first.blocks = blocks;
@@ -183,12 +183,12 @@ impl BlockTable {
         &mut self.first.blocks
     }
 
-    /// Calls `each` on the logical blocks from `indices` on, then removes them. For tables of one group.
+    /// Calls `release` on the logical blocks from `indices` on, then removes them. For tables of one group.
     #[inline]
-    pub(crate) fn cut_one(&mut self, indices: usize, each: impl FnOnce(&[BlockId])) {
+    pub(crate) fn cut_one(&mut self, indices: usize, release: impl FnOnce(&[BlockId])) {
         let GroupBlocks { start, blocks } = &mut self.first;
         let keep = indices.saturating_sub(*start);
-        each(&blocks[keep..]);
+        release(&blocks[keep..]);
         blocks.truncate(keep);
         *start = indices.min(*start);
     }
@@ -199,28 +199,28 @@ impl BlockTable {
         &mut self.group_mut(group).blocks
     }
 
-    /// Removes logical blocks; calls `each` on their blocks, the last one first.
-    pub(crate) fn take_indices(&mut self, indices: Range<usize>, mut each: impl FnMut(BlockId)) {
+    /// Removes logical blocks; calls `release` on their blocks, the last one first.
+    pub(crate) fn take_indices(&mut self, indices: Range<usize>, mut release: impl FnMut(BlockId)) {
         if indices.is_empty() {
             return;
         }
         if self.others.is_empty() {
-            self.first.take_indices(indices).rev().for_each(each);
+            self.first.take_indices(indices).rev().for_each(release);
             return;
         }
         for index in indices.clone().rev() {
-            self.blocks_at(index).rev().for_each(&mut each);
+            self.blocks_at(index).rev().for_each(&mut release);
         }
         for group in 0..self.groups() {
             self.group_mut(group).take_indices(indices.clone());
         }
     }
 
-    /// Releases a group's logical blocks before `start`; calls `each` on their blocks, the last one first.
-    pub(crate) fn slide(&mut self, group: usize, start: usize, each: impl FnMut(BlockId)) {
+    /// Removes a group's logical blocks before `start`; calls `release` on their blocks, the last one first.
+    pub(crate) fn slide(&mut self, group: usize, start: usize, release: impl FnMut(BlockId)) {
         let own = self.group_mut(group);
         let count = start.saturating_sub(own.start).min(own.blocks.len());
-        own.blocks.drain(..count).rev().for_each(each);
+        own.blocks.drain(..count).rev().for_each(release);
         own.start += count;
     }
 
@@ -230,21 +230,21 @@ impl BlockTable {
         for group in 0..self.groups() {
             let new = std::mem::take(indices.group_mut(group));
             let own = self.group_mut(group);
-            let place = at - own.start;
+            let offset = at - own.start;
             if own.blocks.is_empty() {
                 *own = new;
                 continue;
             }
             if new.start > at {
-                debug_assert!(place == 0);
+                debug_assert!(offset == 0);
                 own.start = new.start;
             }
-            own.blocks.splice(place..place, new.blocks);
+            own.blocks.splice(offset..offset, new.blocks);
         }
     }
 
-    /// Undoes `slide`: inserts the blocks that it released, in its order, before a group's first one. `start`: the
-    /// group's start then.
+    /// Undoes `slide`: inserts the blocks that it removed, in its order, before a group's first one. `start`: the
+    /// group's start before it.
     pub(crate) fn restore(
         &mut self,
         group: usize,

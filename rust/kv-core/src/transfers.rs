@@ -96,8 +96,8 @@ impl State {
         // Held before anything is allocated, which could evict them.
         held.iter().for_each(|&block| self.pool.pin_source(block));
         let taken = self.pool.take_loading(loading.len());
-        for (place, block) in loading.iter_mut().zip(taken) {
-            place.block = block;
+        for (to_fill, block) in loading.iter_mut().zip(taken) {
+            to_fill.block = block;
         }
         self.pool.stats.reserved_blocks += loading.len() as u64;
         self.transfers.num_begun += 1;
@@ -153,31 +153,31 @@ impl State {
                 Some(next) => next,
                 None => self.pool.append_empty(position, tokens),
             };
-            while let Some(place) = loading.next_if(|place| place.index == index) {
-                self.pool.store(position, place.group, place.block, number);
+            while let Some(next) = loading.next_if(|next| next.index == index) {
+                self.pool.store(position, next.group, next.block, number);
             }
         }
     }
 
-    /// Ends a transfer. Its blocks at the first `num_blocks` indices are cached, as if the last step had computed them.
+    /// Ends a transfer. Its blocks at the first `num_indices` indices are cached, as if the last step had computed them.
     /// If its sequence can, it reuses them; returns how many tokens it reuses.
     pub(crate) fn end_transfer(
         &mut self,
         key: TransferKey,
-        num_blocks: usize,
+        num_indices: usize,
     ) -> Result<usize, Error> {
         let transfer = self.transfers.find(key)?;
         let reserved = self.transfers.open[&transfer].indices.len();
-        if num_blocks > reserved {
+        if num_indices > reserved {
             return Err(Error::TransferBlocks {
                 transfer,
                 reserved,
-                num_blocks,
+                num_blocks: num_indices,
             });
         }
         let ended = self.transfers.remove(key)?;
         let (from, step) = (ended.indices.start, self.steps.last_closed());
-        let restored = self.register_loaded(&ended.loading, from + num_blocks, step);
+        let restored = self.register_loaded(&ended.loading, from + num_indices, step);
         let stats = &mut self.pool.stats;
         stats.restored_blocks += restored;
         stats.failed_transfers += u64::from(restored == 0);
@@ -185,7 +185,7 @@ impl State {
             0 => 0,
             _ => self.reuse_cached(ended.sequence, from).unwrap_or(0),
         };
-        let loaded = ended.loading.iter().map(|place| place.block);
+        let loaded = ended.loading.iter().map(|loaded| loaded.block);
         for block in ended.held.into_iter().chain(loaded).rev() {
             self.pool.unpin(block);
         }
@@ -209,14 +209,14 @@ impl State {
                 }
                 (last, stored) = (position, stored + 1);
             }
-            for place in index {
-                pool.end_loading(place.block, Some(step));
+            for loaded in index {
+                pool.end_loading(loaded.block, Some(step));
                 restored += 1;
             }
         }
         pool.emit_stored(last, stored);
-        for place in loading[restored..].iter().rev() {
-            pool.end_loading(place.block, None);
+        for failed in loading[restored..].iter().rev() {
+            pool.end_loading(failed.block, None);
         }
         restored as u64
     }
@@ -224,8 +224,8 @@ impl State {
     /// Removes a transfer's blocks from the index, so that no prefill waits for it. It still holds them.
     pub(crate) fn abandon_transfer(&mut self, key: TransferKey) -> Result<(), Error> {
         let open = self.transfers.find_mut(key)?;
-        for place in open.loading.iter().rev() {
-            self.pool.forget(place.block);
+        for abandoned in open.loading.iter().rev() {
+            self.pool.forget(abandoned.block);
         }
         for block in std::mem::take(&mut open.held).into_iter().rev() {
             self.pool.unpin(block);

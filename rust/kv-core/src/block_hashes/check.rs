@@ -1,6 +1,6 @@
 //! Validators of the set of block hashes.
 
-use super::{BlockHashSet, in_overflow, line_of, mark, place};
+use super::{BlockHashSet, cell_of, in_overflow, line_of, mark};
 
 impl BlockHashSet {
     /// Hashes in the set. It counts.
@@ -12,6 +12,6 @@ impl BlockHashSet {
     pub(crate) fn contains(&self, hash: u128) -> bool {
         let (lines, mark) = (self.lines(), mark(hash));
         let at = line_of(hash, lines.len());
-        place(&lines[at], mark).is_some() || in_overflow(&self.overflow, at, mark)
+        cell_of(&lines[at], mark).is_some() || in_overflow(&self.overflow, at, mark)
     }
 }

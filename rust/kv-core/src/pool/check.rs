@@ -12,13 +12,13 @@ pub(crate) type PinRefs = (usize, usize);
 
 impl Pool {
     /// Every block id, its record, and the cached block that it holds.
-    fn each(&self) -> impl Iterator<Item = (BlockId, &BlockMeta, Option<NodePosition>)> {
+    fn blocks(&self) -> impl Iterator<Item = (BlockId, &BlockMeta, Option<NodePosition>)> {
         let metas = self.queue.metas().iter().zip(&self.cached).enumerate();
         metas.map(|(index, (meta, held))| (BlockId::new(index), meta, held.some()))
     }
 
-    /// Recounts everything. `held`: table entries per block; `plan_pins`: holds of open plans and transfers; `before`:
-    /// references of pins when `deferred`, the blocks of deferred releases, was read.
+    /// Recounts everything. `held`: table entries per block; `plan_pins`: references of open plans and transfers;
+    /// `before`: references of pins when `deferred`, the blocks of deferred releases, was read.
     pub(crate) fn check(
         &self,
         held: &[u32],
@@ -31,25 +31,25 @@ impl Pool {
         self.check_queue()?;
         let (mut active, mut by_pins) = (0, 0);
         let mut lost = None;
-        for (id, meta, cached) in self.each() {
+        for (id, meta, cached) in self.blocks() {
             let pins = self.shared.pin_refs_of(id);
             let pinned = plan_pins.get(&id).copied().unwrap_or(0);
-            let (says, seq_refs) = (meta.counts(), held[id.at()]);
+            let (recorded, seq_refs) = (meta.counts(), held[id.at()]);
             let counted = Counts {
                 seq_refs,
                 plan_pins: pinned,
             };
-            ensure(says == counted, || {
-                format!("{id:?} has {says:?}, counted {counted:?}")
+            ensure(recorded == counted, || {
+                format!("{id:?} has {recorded:?}, counted {counted:?}")
             })?;
             let refs = seq_refs + pinned + pins;
             let queued = meta.is_queued();
             ensure(!queued || refs == 0, || {
                 format!("{id:?} is in the queue with refs {refs}")
             })?;
-            let is_there = cached.is_none() || self.is_ready(id);
-            ensure(refs > 0 || is_there, || {
-                format!("{id:?} is to be computed and has no holder")
+            let is_computed = cached.is_none() || self.is_ready(id);
+            ensure(refs > 0 || is_computed, || {
+                format!("{id:?} is to be computed and has no reference")
             })?;
             if refs == 0 && !queued && !deferred.contains(&id) {
                 lost = Some(id);
@@ -78,7 +78,7 @@ impl Pool {
                 })?;
             }
         }
-        for (id, meta, cached) in self.each() {
+        for (id, meta, cached) in self.blocks() {
             let group = usize::from(meta.group);
             ensure(group < groups, || format!("{id:?} is of group {group}"))?;
             let Some(cached) = cached else {
@@ -94,23 +94,23 @@ impl Pool {
         Ok(())
     }
 
-    /// Every queued block is in the list that its record names.
+    /// Every queued block is in the list of its record.
     fn check_queue(&self) -> Result<(), String> {
-        for (id, meta, cached) in self.each() {
+        for (id, meta, cached) in self.blocks() {
             let lists = match cached {
                 None => [List::Free; 2],
                 Some(_) => [List::Probation, self.policy.list_of_reused()],
             };
-            let says = meta.list;
-            ensure(lists.contains(&says), || {
-                format!("{id:?} says {says:?}, should {lists:?}")
+            let list = meta.list;
+            ensure(lists.contains(&list), || {
+                format!("{id:?} is for {list:?}, not one of {lists:?}")
             })?;
         }
         for list in [List::Free].into_iter().chain(List::EVICTABLE) {
             for id in self.queue.iter(list) {
-                let says = self.queue.meta(id).list;
-                ensure(says == list, || {
-                    format!("{id:?} waits in {list:?}, says {says:?}")
+                let own = self.queue.meta(id).list;
+                ensure(own == list, || {
+                    format!("{id:?} is in {list:?}, its record has {own:?}")
                 })?;
             }
         }
@@ -129,7 +129,7 @@ impl Pool {
     /// Blocks that an open step is to compute, and the step.
     pub(crate) fn unready(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
         let unready = |id: BlockId| !self.is_ready(id) && !self.is_loading(id);
-        self.each()
+        self.blocks()
             .filter(move |&(id, _, held)| held.is_some() && unready(id))
             .map(|(id, meta, _)| (id, meta.step))
     }
@@ -141,7 +141,7 @@ impl Pool {
     }
 }
 
-/// Pins hold `counted` references; `lost` is a block without holders that is not queued. Blocks of a pin that is
+/// Pins hold `counted` references; `lost` is a block without references that is not queued. Blocks of a pin that is
 /// being dropped may look lost.
 fn check_pins(
     counted: usize,
@@ -154,7 +154,7 @@ fn check_pins(
         format!("pins hold {counted} blocks, counted {min} to {max}")
     })?;
     match lost {
-        Some(block) if min == max => Err(format!("{block:?} has no holder and is not queued")),
+        Some(block) if min == max => Err(format!("{block:?} has no reference and is not queued")),
         _ => Ok(()),
     }
 }
@@ -185,8 +185,8 @@ mod tests {
         let mut taken = Vec::new();
         pool.take(5, &mut taken);
         let end = pool.append(root, &[1, 1, 2, 2], &taken[..2], 1);
-        let behind = NodePosition { offset: 1, ..end };
-        pool.append(behind, &[3, 3], &taken[4..], 1);
+        let first = NodePosition { offset: 1, ..end };
+        pool.append(first, &[3, 3], &taken[4..], 1);
         pool.pin(taken[2]);
         shared.hold(taken[3]);
         shared.pin_refs_floor.fetch_add(1, Ordering::AcqRel);
@@ -229,13 +229,13 @@ mod tests {
         ("BlockId(4) is in the queue with refs 1", |s| {
             s.pool.shared.hold(BlockId::from(4));
         }),
-        ("BlockId(4) is to be computed and has no holder", |s| {
+        ("BlockId(4) is to be computed and has no reference", |s| {
             s.pool.set_open_steps(OpenSteps {
                 oldest: 1,
                 count: 1,
             });
         }),
-        ("BlockId(5) has no holder and is not queued", |s| {
+        ("BlockId(5) has no reference and is not queued", |s| {
             s.pool.queue.unlink(BlockId::from(5));
         }),
         ("pins hold 1 blocks, counted 0 to 0", |s| {
@@ -260,13 +260,19 @@ mod tests {
                 s.pool.cached[5].offset = 9;
             },
         ),
-        ("BlockId(4) says Protected, should [Probation, Pro", |s| {
-            meta(s, 4).list = List::Protected;
-        }),
-        ("BlockId(4) waits in Probation, says Protected", |s| {
-            s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
-            meta(s, 4).list = List::Protected;
-        }),
+        (
+            "BlockId(4) is for Protected, not one of [Probation, Pro",
+            |s| {
+                meta(s, 4).list = List::Protected;
+            },
+        ),
+        (
+            "BlockId(4) is in Probation, its record has Protected",
+            |s| {
+                s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
+                meta(s, 4).list = List::Protected;
+            },
+        ),
         ("Free: 2 blocks linked, 3 counted", |s| {
             meta(s, 5).list = List::Probation;
             s.pool.queue.unlink(BlockId::from(5));

@@ -92,24 +92,24 @@ impl RadixTree {
     }
 
     fn check_children(&self, counted: &BTreeMap<NodePosition, u32>) -> Result<(), String> {
-        let says = self.live_nodes().flat_map(|(node, of)| {
+        let recorded = self.live_nodes().flat_map(|(node, of)| {
             of.children.iter().map(
                 move |&ChildList {
                           offset: len, count, ..
                       }| { (NodePosition { node, offset: len }, count) },
             )
         });
-        let says: BTreeMap<NodePosition, u32> = says.collect();
+        let recorded: BTreeMap<NodePosition, u32> = recorded.collect();
         for (position, count) in counted {
-            let found = says.get(position).copied().unwrap_or(0);
-            ensure(found == *count, || {
-                format!("{found} nodes are attached to {position:?}, counted {count}")
+            let linked = recorded.get(position).copied().unwrap_or(0);
+            ensure(linked == *count, || {
+                format!("{linked} nodes are attached to {position:?}, counted {count}")
             })?;
         }
-        ensure(says.len() == counted.len(), || {
+        ensure(recorded.len() == counted.len(), || {
             format!(
                 "children at {} positions, counted {}",
-                says.len(),
+                recorded.len(),
                 counted.len()
             )
         })?;
@@ -167,11 +167,11 @@ impl RadixTree {
         for (id, node) in nodes {
             let tokens = &node.tokens[..self.block_size];
             let hash = self.index_hash(node.parent, tokens);
-            let found = self
+            let indexed = self
                 .index
                 .find(hash, |other| self.begins_with(other, node.parent, tokens));
-            ensure(found == Some(id), || {
-                format!("{id:?} is not found, but {found:?}")
+            ensure(indexed == Some(id), || {
+                format!("{id:?} is indexed as {indexed:?}")
             })?;
             // The next block of the parent is not a child of it.
             let above = self.node(node.parent.node);
@@ -202,9 +202,9 @@ impl RadixTree {
                 .get(&NodePosition { node, offset: 0 })
                 .copied()
                 .unwrap_or(0);
-            let says = root.sequences;
-            ensure(says == counted, || {
-                format!("{node:?} has {says} sequences, counted {counted}")
+            let recorded = root.sequences;
+            ensure(recorded == counted, || {
+                format!("{node:?} has {recorded} sequences, counted {counted}")
             })?;
             ensure(counted > 0 || !root.children.is_empty(), || {
                 format!("{node:?} is the root of nothing")
@@ -376,7 +376,7 @@ mod tests {
             let hash = s.tree.index_hash(parent, &tokens);
             s.tree.index.remove(hash, NodeId::new(CHILD));
         }),
-        ("NodeId(2) is not found, but None", |s| {
+        ("NodeId(2) is indexed as None", |s| {
             s.tree.nodes[CHILD].tokens[0] = 9
         }),
         ("NodeId(2) begins as its parent goes on", |s| {

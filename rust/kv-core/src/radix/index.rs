@@ -45,8 +45,8 @@ impl Index {
     /// The node with this hash that `matches`.
     pub(super) fn find(&self, hash: u32, matches: impl Fn(NodeId) -> bool) -> Option<NodeId> {
         let matches = |entry: &Indexed| entry.hash == hash && matches(entry.node);
-        let found = self.shards[self.shard(hash)].find(spread(hash), matches)?;
-        Some(found.node)
+        let entry = self.shards[self.shard(hash)].find(spread(hash), matches)?;
+        Some(entry.node)
     }
 
     /// Adds a node that is not in the index.
@@ -89,8 +89,8 @@ mod tests {
         assert_eq!(index.len(), 50_000);
         for at in 0..100_000 {
             let node = NodeId::new(at as usize);
-            let found = index.find(hash(at), |other| other == node);
-            assert_eq!(found, (at % 2 == 1).then_some(node));
+            let indexed = index.find(hash(at), |other| other == node);
+            assert_eq!(indexed, (at % 2 == 1).then_some(node));
         }
     }
 

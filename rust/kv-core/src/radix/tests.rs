@@ -12,8 +12,8 @@ fn add(tree: &mut RadixTree, position: NodePosition, tokens: &[u32], block: u32)
     tree.append(position, tokens, &[BlockId::from(block)])
 }
 
-fn block(tree: &RadixTree, found: Option<(NodePosition, usize)>) -> Option<(u32, usize)> {
-    found.map(|(position, agrees)| (tree.block(position, 0).expect("held").get(), agrees))
+fn block(tree: &RadixTree, matched: Option<(NodePosition, usize)>) -> Option<(u32, usize)> {
+    matched.map(|(position, agrees)| (tree.block(position, 0).expect("held").get(), agrees))
 }
 
 #[test]
@@ -39,21 +39,21 @@ fn the_longest_partial_match_is_found() {
     let at_end = tree.longest_partial_match(parent, &[], 0, 8, |_| false);
     assert_eq!(at_end, None);
     let not_the_longest = |position| tree.block(position, 0) != Some(BlockId::from(8));
-    let found = tree.longest_partial_match(
+    let matched = tree.longest_partial_match(
         parent,
         &[2, 2, 2, 9],
         1,
         MAX_COMPARED_CHILDREN,
         not_the_longest,
     );
-    assert_eq!(block(&tree, found), Some((5, 2)));
+    assert_eq!(block(&tree, matched), Some((5, 2)));
 }
 
 #[test]
 fn only_the_newest_live_children_are_compared() {
     let (mut tree, root) = tree();
-    let most = MAX_COMPARED_CHILDREN as u32;
-    let all: Vec<NodePosition> = (0..most + 1)
+    let max_children = MAX_COMPARED_CHILDREN as u32;
+    let all: Vec<NodePosition> = (0..max_children + 1)
         .map(|at| add(&mut tree, root, &[at, 0, 0, 0], at))
         .collect();
     let ask = |tree: &RadixTree, token| {
@@ -65,7 +65,7 @@ fn only_the_newest_live_children_are_compared() {
     assert_eq!(ask(&tree, 0), None);
     assert_eq!(ask(&tree, 1), Some((1, 1)));
     // Out of the middle, the newest, and the oldest.
-    for gone in [4, most, 1] {
+    for gone in [4, max_children, 1] {
         tree.clear_block(all[gone as usize], 0);
         assert_eq!(ask(&tree, gone), None);
         assert_eq!(tree.check(&[(root, 1)].into()), Ok(()));

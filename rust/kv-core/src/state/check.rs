@@ -52,15 +52,15 @@ impl State {
         for group in 0..seq.table.groups() {
             let indices = seq.table.start(group)..;
             for (index, &block) in indices.zip(seq.table.blocks_of(group)) {
-                let Some(place) = held.get_mut(block.at()) else {
+                let Some(entries) = held.get_mut(block.at()) else {
                     return Err(format!("sequence {id} holds {block:?}: there is none"));
                 };
-                let (at, before) = ((index, group), place.at);
-                ensure(place.times == 0 || before == at, || {
+                let (at, before) = ((index, group), entries.at);
+                ensure(entries.times == 0 || before == at, || {
                     format!("sequence {id} holds {block:?} at {at:?}, it is at {before:?} already")
                 })?;
-                place.times += 1;
-                place.at = at;
+                entries.times += 1;
+                entries.at = at;
                 let of = self
                     .pool
                     .cached_info(block)

@@ -11,12 +11,12 @@ use crate::pool::Purpose;
 use crate::sequence::PlanSet;
 use crate::state::State;
 
-/// What [`BlockManager::prefill_again`](crate::BlockManager::prefill_again) is to plan.
+/// Options of [`BlockManager::prefill_again`](crate::BlockManager::prefill_again).
 #[derive(Clone, Copy, Debug)]
 pub struct PrefillRequest {
     /// The most tokens to compute in this step.
     pub max_tokens: usize,
-    /// If given, blocks must suffice for all known tokens, with this many to spare.
+    /// If given, this many blocks must remain available beside those of all known tokens.
     pub spare_blocks: Option<usize>,
     /// Cached tokens that are computed again.
     pub replay: usize,
@@ -29,7 +29,7 @@ struct CopySource {
     tokens: usize,
 }
 
-/// How many of `rest` tokens from `start` on to compute, at max_tokens `max_tokens`: up to a block boundary if not all.
+/// How many of `rest` tokens from `start` on to compute, at most `max_tokens`: up to a block boundary if not all.
 fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
     if rest <= max_tokens {
         return rest;
@@ -162,7 +162,7 @@ impl State {
         }
         loop {
             match self.plan_after_match(seq_idx, request, source) {
-                // A prefill does not wait for the sake of a partial copy.
+                // A partial copy must not delay a prefill.
                 Prefill::NoRoom { .. } if source.is_some() => source = None,
                 answer => return answer,
             }
@@ -201,7 +201,7 @@ impl State {
         };
         let new = new.saturating_add(copies);
         let available = self.pool.available();
-        // Revived blocks are counted only if the pool lacks room for all that was matched.
+        // Revived blocks are counted only if the pool has too few blocks for the whole match.
         let matched = self.matched.blocks.len() + source.map_or(0, |_| self.groups.len());
         if new.saturating_add(matched) > available {
             let needed = new.saturating_add(self.num_revived(seq_idx, source));
@@ -339,7 +339,7 @@ impl State {
         self.copy_source(&seq.tokens, seq.registered.end() + self.matched.num_indices)
     }
 
-    /// How many tokens of a prompt would be copied after the current match, which leads over its first logical blocks.
+    /// How many tokens of a prompt would be copied after the current match of its first logical blocks.
     pub(crate) fn num_copied(&self, tokens: &[u32]) -> usize {
         let source = self.copy_source(tokens, self.matched.num_indices);
         source.map_or(0, |source| source.tokens)
@@ -364,7 +364,7 @@ impl State {
     }
 
     /// Matches the tokens after the sequence's position into `self.matched`, if it is a block boundary and the sequence
-    /// may read the cache; returns whether that is so. Logical blocks that it has reserved come after the match.
+    /// may read the cache; false if not. Logical blocks that are allocated already come after the match.
     pub(super) fn find_match(&mut self, seq_idx: u32, purpose: Purpose) -> bool {
         let seq = self.seqs.at(seq_idx);
         let registered = seq.registered;
@@ -383,12 +383,12 @@ impl State {
         self.matched_blocks_after(self.seqs.at(seq_idx).registered.end())
     }
 
-    /// The same, if the match follows `from` logical blocks.
+    /// As `matched_blocks`, if the match follows `from` logical blocks.
     pub(crate) fn matched_blocks_after(&self, from: usize) -> impl Iterator<Item = BlockId> + '_ {
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
-        let seen = blocks.filter(move |(place, _)| {
-            let (index, group) = (from + place / groups, place % groups);
+        let seen = blocks.filter(move |(entry, _)| {
+            let (index, group) = (from + entry / groups, entry % groups);
             let end = from + self.matched.num_indices;
             index >= self.groups.first_index_of(group, end, self.matched.replay)
         });

@@ -18,7 +18,7 @@ pub enum Prefill {
     },
     /// Too few blocks; nothing was changed.
     NoRoom {
-        /// Blocks needed, including evictable ones that a match would revive, and the reserve.
+        /// Blocks needed, including evictable ones that a match would revive, and spare blocks.
         needed: usize,
         /// Blocks free or evictable.
         available: usize,
@@ -36,7 +36,7 @@ pub enum Prefill {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "trace", derive(serde::Serialize, serde::Deserialize))]
 pub enum Extend {
-    /// The sequence has the slots.
+    /// The slots are allocated.
     Extended {
         /// New blocks at the end of the table, by index, then by layer group.
         blocks: Vec<BlockId>,

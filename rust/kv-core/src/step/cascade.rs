@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Leading blocks that several rows of a batch share, after those of `parent`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharedPrefix {
-    /// Its rows, as places in [`SharedPrefixes::order`](super::SharedPrefixes::order).
+    /// Its rows, as indices into [`SharedPrefixes::order`](super::SharedPrefixes::order).
     pub rows: Range<usize>,
     /// Its blocks, as indices in their block tables.
     pub blocks: Range<usize>,
@@ -53,7 +53,7 @@ struct Above {
     level: usize,
 }
 
-/// The prefixes of at least `min_blocks` blocks and `min_rows` rows, level by level. `own`: for each place, the first
+/// The prefixes of at least `min_blocks` blocks and `min_rows` rows, level by level. `own`: for each row, the first
 /// block that is in none of them. A prefix that is too short is left to the prefixes in it.
 pub(super) fn prefixes(
     common: &[u32],
@@ -63,11 +63,14 @@ pub(super) fn prefixes(
 ) -> Vec<SharedPrefix> {
     let mut kept: Vec<SharedPrefix> = Vec::new();
     let mut levels = Vec::new();
-    let mut way: Vec<(usize, Above)> = Vec::new();
+    let mut path: Vec<(usize, Above)> = Vec::new();
     for Interval { rows, depth } in intervals(common, min_rows) {
         // The innermost open interval that begins at or before this one contains it.
-        while way.pop_if(|(first, _)| *first > rows.start).is_some() {}
-        let mut above = way.last().map(|way| way.1.clone()).unwrap_or_default();
+        while path.pop_if(|(first, _)| *first > rows.start).is_some() {}
+        let mut above = path
+            .last()
+            .map(|(_, above)| above.clone())
+            .unwrap_or_default();
         if depth - above.from >= min_blocks {
             levels.push((above.level, rows.start, kept.len()));
             kept.push(SharedPrefix {
@@ -81,36 +84,36 @@ pub(super) fn prefixes(
                 level: above.level + 1,
             };
         }
-        way.push((rows.start, above));
+        path.push((rows.start, above));
     }
     own_blocks(&kept, common.len(), own);
     by_level(kept, levels)
 }
 
-/// For each place, the first block in no prefix. `kept` goes from the last row to the first, outer ones first.
+/// For each row, the first block in no prefix. `kept` goes from the last row to the first, outer ones first.
 fn own_blocks(kept: &[SharedPrefix], rows: usize, own: &mut Vec<u32>) {
     own.clear();
     own.resize(rows, 0);
     let (mut next, mut around) = (kept.iter().peekable(), Vec::new());
-    for place in (0..rows).rev() {
-        while let Some(prefix) = next.next_if(|prefix| prefix.rows.end > place) {
+    for row in (0..rows).rev() {
+        while let Some(prefix) = next.next_if(|prefix| prefix.rows.end > row) {
             around.push(prefix);
         }
-        while around.pop_if(|prefix| prefix.rows.start > place).is_some() {}
-        own[place] = around.last().map_or(0, |prefix| prefix.blocks.end as u32);
+        while around.pop_if(|prefix| prefix.rows.start > row).is_some() {}
+        own[row] = around.last().map_or(0, |prefix| prefix.blocks.end as u32);
     }
 }
 
 /// Sorts by level, then by rows.
 fn by_level(kept: Vec<SharedPrefix>, mut levels: Vec<(usize, usize, usize)>) -> Vec<SharedPrefix> {
     levels.sort_unstable();
-    let mut places = vec![0; kept.len()];
-    for (place, &(_, _, at)) in levels.iter().enumerate() {
-        places[at] = place;
+    let mut moved_to = vec![0; kept.len()];
+    for (to, &(_, _, from)) in levels.iter().enumerate() {
+        moved_to[from] = to;
     }
-    let moved = levels.iter().map(|&(_, _, at)| SharedPrefix {
-        parent: kept[at].parent.map(|parent| places[parent]),
-        ..kept[at].clone()
+    let moved = levels.iter().map(|&(_, _, from)| SharedPrefix {
+        parent: kept[from].parent.map(|parent| moved_to[parent]),
+        ..kept[from].clone()
     });
     moved.collect()
 }
@@ -123,13 +126,13 @@ mod tests {
 
     use super::*;
 
-    fn equal(one: &[u8], other: &[u8]) -> usize {
-        one.iter().zip(other).take_while(|(a, b)| a == b).count()
+    fn equal(a: &[u8], b: &[u8]) -> usize {
+        a.iter().zip(b).take_while(|(a, b)| a == b).count()
     }
 
     /// Sets of rows that share their first blocks while no row next to them does, and how many blocks.
     fn groups(tables: &[Vec<u8>]) -> BTreeSet<(Vec<usize>, usize)> {
-        let mut found = BTreeSet::new();
+        let mut groups = BTreeSet::new();
         for table in tables {
             for depth in 1..=table.len() {
                 let alike = |row: &usize| equal(&tables[*row], table) >= depth;
@@ -137,11 +140,11 @@ mod tests {
                 let common = rows
                     .iter()
                     .map(|&row| equal(&tables[row], &tables[rows[0]]));
-                found.insert((rows.clone(), common.min().unwrap_or(0)));
+                groups.insert((rows.clone(), common.min().unwrap_or(0)));
             }
         }
-        found.retain(|(rows, _)| rows.len() > 1);
-        found
+        groups.retain(|(rows, _)| rows.len() > 1);
+        groups
     }
 
     proptest! {
@@ -158,22 +161,22 @@ mod tests {
                 common.insert(0, 0);
             }
             let mut own = Vec::new();
-            let found = prefixes(&common, 1, 2, &mut own);
-            let ends = found.iter().map(|it| (it.rows.clone().collect(), it.blocks.end));
+            let built = prefixes(&common, 1, 2, &mut own);
+            let ends = built.iter().map(|it| (it.rows.clone().collect(), it.blocks.end));
             prop_assert_eq!(ends.collect::<BTreeSet<_>>(), groups(&tables));
 
-            let found = prefixes(&common, min_blocks, min_rows, &mut own);
-            for (at, it) in found.iter().enumerate() {
+            let built = prefixes(&common, min_blocks, min_rows, &mut own);
+            for (at, it) in built.iter().enumerate() {
                 prop_assert!(it.blocks.len() >= min_blocks && it.rows.len() >= min_rows);
-                let before = it.parent.map_or(0, |parent| found[parent].blocks.end);
+                let before = it.parent.map_or(0, |parent| built[parent].blocks.end);
                 prop_assert_eq!(it.blocks.start, before);
                 if let Some(parent) = it.parent {
-                    let outer = &found[parent].rows;
+                    let outer = &built[parent].rows;
                     prop_assert!(parent < at && outer.start <= it.rows.start && it.rows.end <= outer.end);
                 }
             }
-            for (place, &own) in own.iter().enumerate() {
-                let around = found.iter().filter(|it| it.rows.contains(&place));
+            for (row, &own) in own.iter().enumerate() {
+                let around = built.iter().filter(|it| it.rows.contains(&row));
                 let end = around.map(|it| it.blocks.end).max().unwrap_or(0);
                 prop_assert_eq!(own as usize, end);
             }
@@ -181,13 +184,13 @@ mod tests {
     }
 
     #[test]
-    fn a_way_of_a_thousand_levels() {
+    fn a_path_of_a_thousand_levels() {
         let common: Vec<u32> = (0..1_000).collect();
         let mut own = Vec::new();
-        let found = prefixes(&common, 1, 2, &mut own);
-        assert_eq!(found.len(), 999);
+        let built = prefixes(&common, 1, 2, &mut own);
+        assert_eq!(built.len(), 999);
         assert!(
-            found
+            built
                 .iter()
                 .enumerate()
                 .all(|(at, it)| it.parent == at.checked_sub(1))

@@ -39,7 +39,7 @@ impl Steps {
         ensure(self.spare_entries.is_empty(), || {
             format!("{} entries are in no plan", self.spare_entries.len())
         })?;
-        let sequences: HashMap<u32, &Sequence> = state.seqs.iter_slots().collect();
+        let sequences: HashMap<u32, &Sequence> = state.seqs.enumerate().collect();
         let mut tracks: HashMap<u32, Track> = HashMap::new();
         let mut computing: HashSet<BlockId> = HashSet::new();
         let mut growth: HashMap<u32, usize> = HashMap::new();
@@ -81,7 +81,7 @@ impl Steps {
                 format!("{block:?} is to be computed in step {step} by no entry")
             })?;
         }
-        for (seq_idx, seq) in state.seqs.iter_slots() {
+        for (seq_idx, seq) in state.seqs.enumerate() {
             let track = tracks.remove(&seq_idx).unwrap_or_else(|| Track::new(seq));
             track.check_end(seq)?;
         }
@@ -247,11 +247,11 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
         format!("sequence {id} preregisters from block {from}, not {matched_end}")
     })?;
     let groups = state.groups.len();
-    let places = matched_end * groups..(matched_end + prefill.preregistered) * groups;
-    let new = |at: &usize| places.contains(at) && *at >= before * groups;
+    let entries = matched_end * groups..(matched_end + prefill.preregistered) * groups;
+    let new = |at: &usize| entries.contains(at) && *at >= before * groups;
     let cached = &prefill.already_cached;
     ensure(cached.is_sorted() && cached.iter().all(new), || {
-        format!("sequence {id} has {cached:?} cached already of {places:?}")
+        format!("sequence {id} has {cached:?} cached already of {entries:?}")
     })?;
     saved.map_or(Ok(()), |saved| check_path(state, prefill, seq, saved))
 }
@@ -330,8 +330,8 @@ fn check_shared(
     computing: &HashSet<BlockId>,
 ) -> Result<(), String> {
     let (groups, mut counted) = (state.groups.len(), 0);
-    for place in prefill.shared(groups) {
-        let Some(block) = table.get(place % groups, place / groups) else {
+    for at in prefill.shared(groups) {
+        let Some(block) = table.get(at % groups, at / groups) else {
             continue;
         };
         if state.pool.is_ready(block) {
@@ -357,13 +357,13 @@ fn check_preregistered(
     computing: &mut HashSet<BlockId>,
 ) -> Result<(), String> {
     let groups = state.groups.len();
-    for place in prefill.preregistered(groups) {
-        let block = table.get(place % groups, place / groups);
+    for at in prefill.preregistered(groups) {
+        let block = table.get(at % groups, at / groups);
         let cached = block.and_then(|block| Some((block, state.pool.cached_info(block)?)));
         let Some((block, (_, _, step))) = cached else {
             let serial = plan.key.serial;
             return Err(format!(
-                "plan {serial} preregisters entry {place}, which is not cached"
+                "plan {serial} preregisters entry {at}, which is not cached"
             ));
         };
         ensure(step == plan.step(), || {
@@ -401,7 +401,7 @@ impl Track {
         let (start, at) = (entry.start, self.planned_end);
         ensure(
             start == at + entry.reused_tokens() && entry.len() > 0,
-            || format!("sequence {id} begins at {start}, stands at {at}"),
+            || format!("sequence {id} begins at {start}, is planned to {at}"),
         )?;
         self.planned_end = entry.end();
         let (end, drafts) = (self.planned_end, entry.drafts().len());
@@ -414,7 +414,7 @@ impl Track {
             };
             format!("sequence {id} ends at {end} of {known} tokens and {samples}")
         })?;
-        // Rows of a plan that is closed mean nothing any more.
+        // Rows of a closed plan are invalid.
         let pending_row = entry.pending_row;
         ensure(oldest || pending_row == self.sample_row, || {
             let sampled = self.sample_row;
@@ -429,9 +429,9 @@ impl Track {
 
     fn check_end(&self, seq: &Sequence) -> Result<(), String> {
         let id = seq.id;
-        let (says, counted) = ((seq.plans, seq.pending), (self.plans, self.pending));
-        ensure(says == counted, || {
-            format!("sequence {id}: {says:?} plans and pending tokens, counted {counted:?}")
+        let (recorded, counted) = ((seq.plans, seq.pending), (self.plans, self.pending));
+        ensure(recorded == counted, || {
+            format!("sequence {id}: {recorded:?} plans and pending tokens, counted {counted:?}")
         })?;
         ensure(seq.planned_end == self.planned_end, || {
             let (end, plans) = (seq.planned_end, self.planned_end);
@@ -442,8 +442,8 @@ impl Track {
         })?;
         let sampled = self.sample_row.is_none_or(|row| row == seq.sample_row);
         ensure(sampled, || {
-            let (says, row) = (seq.sample_row, self.sample_row);
-            format!("sequence {id} has sample row {says:?}, counted {row:?}")
+            let (recorded, row) = (seq.sample_row, self.sample_row);
+            format!("sequence {id} has sample row {recorded:?}, counted {row:?}")
         })
     }
 }
@@ -622,7 +622,7 @@ mod tests {
             let seq_idx = entry(s, NEWER, TALK).seq_idx;
             entry(s, NEWER, BRIEF).seq_idx = seq_idx;
         }),
-        ("sequence 9 begins at 10, stands at 6", |s| {
+        ("sequence 9 begins at 10, is planned to 6", |s| {
             entry(s, NEWER, LONG).start = 10
         }),
         ("and does not sample", |s| {

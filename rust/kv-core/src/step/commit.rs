@@ -25,7 +25,7 @@ impl State {
         Ok(self.close_oldest(sampled, None))
     }
 
-    /// The same, with `counts` tokens for each sampling sequence.
+    /// As `commit`, with `counts` tokens for each sampling sequence.
     pub(crate) fn commit_accepted(
         &mut self,
         plan: PlanKey,
@@ -62,7 +62,7 @@ impl State {
         Ok(())
     }
 
-    /// `counts: None`: one token for each sampling sequence.
+    /// Closes the oldest step. `counts` of `None`: one token for each sampling sequence.
     fn close_oldest(&mut self, tokens: &[u32], counts: Option<&[usize]>) -> Vec<Remapping> {
         let plan = self.steps.open.remove(0);
         self.pool.shared().close_plan(plan.key);
@@ -108,7 +108,7 @@ impl State {
             self.finish_computed(entry.seq_idx, step, &mut remappings);
         }
         self.pool.stats.computed_tokens += num_tokens as u64;
-        // Last: the blocks of a dropped sequence are there for the whole batch to merge into.
+        // Last, so that the whole batch can merge into the blocks of a dropped sequence.
         for seq_idx in dropped {
             self.end_sequence(seq_idx);
         }
@@ -153,7 +153,7 @@ impl State {
                     self.pool.emit_stored(last, full - index);
                     return;
                 }
-                // The next step is to compute it, and may yet be rolled back: looked up again later.
+                // An open step computes it and may be rolled back: it is looked up again later.
                 Some(cached) if !self.pool.are_ready(cached) => return,
                 Some(cached) => self.merge_block(seq_idx, index, cached, step, remappings),
             }
@@ -241,8 +241,8 @@ impl State {
         }
         for index in indices {
             // A logical block of which a block was cached before is not stored again.
-            let mut places = index * groups..(index + 1) * groups;
-            if !places.any(|place| prefill.is_already_cached(place)) {
+            let mut entries = index * groups..(index + 1) * groups;
+            if !entries.any(|entry| prefill.is_already_cached(entry)) {
                 self.emit_indices(seq_idx, index..index + 1);
             }
         }
@@ -266,20 +266,20 @@ impl State {
         full: &mut Vec<u32>,
         dropped: &mut Vec<u32>,
     ) {
-        let block = self.groups.block();
+        let size = self.groups.size();
         for (entry, &token) in sampled {
             let seq = self.seqs.at_mut(entry.seq_idx);
             seq.push_sampled(token);
             if seq.commit(plan, entry.start + 1) {
                 dropped.push(entry.seq_idx);
             }
-            if entry.start + 1 >= block.start_of(seq.registered.end() + 1) {
+            if entry.start + 1 >= size.start_of(seq.registered.end() + 1) {
                 full.push(entry.seq_idx);
             }
         }
     }
 
-    /// The same for any entry, with the tokens that it accepted. Returns whether its sequence ends.
+    /// As `close_decodes`, for any entry, with the tokens that it accepted. True if its sequence ends.
     fn close_entry(&mut self, plan: PlanSet, entry: &Entry, accepted: &[u32]) -> bool {
         let seq = self.seqs.at_mut(entry.seq_idx);
         if let Some(&token) = accepted.first() {

@@ -12,7 +12,7 @@ use crate::state::State;
 
 impl State {
     /// Matches the tokens after a sequence's position into `self.matched`, as far as they can be read now. False if it
-    /// is not on a block boundary, has slots reserved, or may not read the cache.
+    /// is not on a block boundary, has lookahead slots, or may not read the cache.
     pub(crate) fn match_ready(&mut self, seq_idx: u32) -> bool {
         let seq = self.seqs.at(seq_idx);
         seq.table.end() == seq.registered.end() && self.find_match(seq_idx, Purpose::Read)

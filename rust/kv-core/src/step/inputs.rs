@@ -42,12 +42,12 @@ impl IntArray<'_> {
     pub(super) fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
         match self {
             IntArray::I32(elements) => {
-                let places = elements[at..].iter().zip(values);
-                places.for_each(|(element, value)| element.set(value as i32));
+                let targets = elements[at..].iter().zip(values);
+                targets.for_each(|(element, value)| element.set(value as i32));
             }
             IntArray::I64(elements) => {
-                let places = elements[at..].iter().zip(values);
-                places.for_each(|(element, value)| element.set(value));
+                let targets = elements[at..].iter().zip(values);
+                targets.for_each(|(element, value)| element.set(value));
             }
         }
     }
@@ -124,8 +124,8 @@ impl Written {
 }
 
 impl TableRows {
-    /// Finds the rows that change. Returns the most columns that one of them has.
-    fn look_at(&mut self, manager: u32, state: &State, entries: &[Entry]) -> u32 {
+    /// Finds the rows that change. Returns the number of columns of the longest one.
+    fn find_changed(&mut self, manager: u32, state: &State, entries: &[Entry]) -> u32 {
         if self.manager.replace(manager) != Some(manager) {
             self.rows.clear();
         }
@@ -217,7 +217,7 @@ impl State {
         written: &mut TableRows,
     ) -> Result<(), Error> {
         let plan = self.steps.open_plan(plan)?;
-        let columns = written.look_at(self.steps.manager, self, &plan.entries);
+        let columns = written.find_changed(self.steps.manager, self, &plan.entries);
         arrays.check(plan, self.groups.len(), columns as usize)?;
         self.check_width(plan, arrays)?;
         let sequences = plan.entries.len();
@@ -241,7 +241,7 @@ impl State {
             }
             let now = match &table {
                 Cow::Borrowed(_) => Written::of(self.seqs.at(entry.seq_idx)),
-                Cow::Owned(_) => Written::default(), // it is no version of its sequence's
+                Cow::Owned(_) => Written::default(), // not a version of its sequence's table
             };
             fill_table(self, &table, now, row, arrays, written);
         }
@@ -256,7 +256,7 @@ impl State {
 
     /// Writes the leading decodes, one token each, array by array: short loops whose reads from memory overlap.
     fn fill_decodes(&self, entries: &[Entry], arrays: &StepArrays<'_>, written: &mut TableRows) {
-        let (count, size) = (entries.len() as i64, self.groups.block());
+        let (count, size) = (entries.len() as i64, self.groups.size());
         let positions = entries.iter().map(|entry| entry.start as i64);
         arrays.positions.write(0, positions.clone());
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
@@ -333,15 +333,15 @@ fn fill_slots(
     let (block_size, groups) = (state.groups.block_size(), state.groups.len());
     let write_from = entry.write_from(block_size);
     let prefill = entry.prefill();
-    let cached = prefill.filter(|prefill| !prefill.already_cached.is_empty());
+    let partly_cached = prefill.filter(|prefill| !prefill.already_cached.is_empty());
     for group in 0..groups {
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
             let index = state.groups.index_of(position);
-            let is_there =
+            let is_cached =
                 |prefill: &PrefillWork| prefill.is_already_cached(index * groups + group);
             let mut stop = end.min((index + 1) * block_size);
-            let is_written = position < write_from || cached.is_some_and(is_there);
+            let is_written = position < write_from || partly_cached.is_some_and(is_cached);
             if position < write_from {
                 stop = stop.min(write_from);
             }
@@ -396,15 +396,15 @@ fn fill_table(
     }
     let null = state.pool.num_blocks() as i64;
     for group in 0..table.groups() {
-        let place = (group * arrays.table_rows + row) * arrays.table_width;
+        let row_start = (group * arrays.table_rows + row) * arrays.table_width;
         let start = table.start(group);
         if from < start {
             let null = std::iter::repeat_n(null, start - from);
-            arrays.block_tables.write(place + from, null);
+            arrays.block_tables.write(row_start + from, null);
         }
         let new = from.max(start);
         let blocks = table.blocks_of(group)[new - start..].iter();
         let blocks = blocks.map(|block| i64::from(block.get()));
-        arrays.block_tables.write(place + new, blocks);
+        arrays.block_tables.write(row_start + new, blocks);
     }
 }

@@ -33,7 +33,7 @@ pub(super) struct Journal([Option<Change>; 4]);
 
 impl Journal {
     pub(super) fn push(&mut self, change: Change) {
-        let free = self.0.iter_mut().find(|place| place.is_none());
+        let free = self.0.iter_mut().find(|change| change.is_none());
         *free.expect("no more changes than kinds") = Some(change);
     }
 

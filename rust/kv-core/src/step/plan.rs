@@ -57,7 +57,7 @@ pub(super) enum Work {
     Draft(Vec<u32>),
 }
 
-/// A prefill: the blocks that it reuses and registers. Places are indices of table entries, `index * groups + group`.
+/// A prefill: the blocks that it reuses and registers. A table entry is `index * groups + group`.
 #[derive(Default)]
 pub(super) struct PrefillWork {
     /// Cached tokens that it reuses, copied ones included.
@@ -79,32 +79,32 @@ pub(super) struct PrefillWork {
     /// Logical blocks that are registered before they are computed, from `preregister_from` on.
     pub(super) preregistered: usize,
     pub(super) preregister_from: usize,
-    /// Places of these that were cached before: computed again, not written again.
+    /// Table entries of these whose blocks were cached before: computed again, not written again.
     pub(super) already_cached: Vec<usize>,
 }
 
 impl PrefillWork {
-    /// Whether another sequence has written the block of this place, or will.
+    /// True if another sequence has written the block of this table entry, or will.
     #[inline]
-    pub(super) fn is_already_cached(&self, place: usize) -> bool {
-        self.already_cached.binary_search(&place).is_ok()
+    pub(super) fn is_already_cached(&self, entry: usize) -> bool {
+        self.already_cached.binary_search(&entry).is_ok()
     }
 
-    /// Places whose blocks other sequences have written, or will in an open step.
+    /// Table entries whose blocks other sequences have written, or will in an open step.
     pub(super) fn shared(&self, groups: usize) -> impl Iterator<Item = usize> + '_ {
         let matched = self.preregister_from - self.matched_indices..self.preregister_from;
         let matched = matched.start * groups..matched.end * groups;
         matched.chain(self.already_cached.iter().copied())
     }
 
-    /// Places that it computes for all sequences.
+    /// Table entries that it computes for all sequences.
     pub(super) fn preregistered(
         &self,
         groups: usize,
     ) -> impl DoubleEndedIterator<Item = usize> + '_ {
         let from = self.preregister_from * groups;
-        let places = from..from + self.preregistered * groups;
-        places.filter(|&place| !self.is_already_cached(place))
+        let entries = from..from + self.preregistered * groups;
+        entries.filter(|&entry| !self.is_already_cached(entry))
     }
 }
 
@@ -188,7 +188,7 @@ pub(super) struct Plan {
     /// Its bit in [`Sequence::plans`](crate::sequence::Sequence::plans).
     pub(super) bit: PlanSet,
     pub(super) entries: Vec<Entry>,
-    /// Leading entries that decode one token, which need not be looked at one by one.
+    /// Leading entries that decode one token each.
     pub(super) decodes: usize,
     pub(super) budget_left: usize,
     pub(super) num_tokens: usize,
@@ -201,7 +201,7 @@ pub(super) struct Plan {
     pub(super) pinned: Vec<BlockId>,
 }
 
-// A value this small is moved without a call, and two plans are moved each step.
+// A larger value is moved by a call of memcpy, and two plans are moved each step.
 const _: () = assert!(size_of::<Plan>() <= 128);
 
 impl Plan {

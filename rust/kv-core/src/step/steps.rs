@@ -84,7 +84,7 @@ impl Steps {
         plan.ok_or(Error::PlanClosed { plan: key.serial })
     }
 
-    /// The plan, which must be the `first` one.
+    /// The plan of `key`, which must be `first`.
     #[inline]
     fn in_turn(&self, key: PlanKey, first: Option<&Plan>) -> Result<&Plan, Error> {
         let plan = self.open_plan(key)?;
@@ -97,12 +97,12 @@ impl Steps {
         }
     }
 
-    /// The plan, which must be the newest: the one that may be planned into.
+    /// The plan of `key`, which must be the newest: only that one may be planned into.
     pub(super) fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
         self.in_turn(key, self.open.last())
     }
 
-    /// The plan, which must be the oldest, and whose copies the caller must have read: without them, blocks
+    /// The plan of `key`, which must be the oldest, and whose copies the caller must have read: without them, blocks
     /// would be cached whose first tokens were never written.
     #[inline]
     pub(super) fn runnable_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
@@ -128,7 +128,7 @@ impl Steps {
         let plan = self.open.last_mut().expect("checked before");
         let limit = sequences.len().min(plan.budget_left);
         let (before, samples) = (plan.entries.len(), plan.num_samples..);
-        let (bit, block) = (plan.bit, groups.block());
+        let (bit, size) = (plan.bit, groups.size());
         // In registers, not in the plan: the compiler cannot know that a sequence is not part of it.
         let mut entries = std::mem::take(&mut plan.entries);
         entries.reserve(limit);
@@ -138,7 +138,7 @@ impl Steps {
             };
             let start = seq.planned_end;
             // Reads the table, which lies elsewhere in memory, only where a logical block begins.
-            let begins = block.begins_index(start) && seq.table.end() == block.index_of(start);
+            let begins = size.begins_index(start) && seq.table.end() == size.index_of(start);
             // There is capacity; checked here, `push` does not grow the vector.
             if begins && indices_left == self.beginning.len() || entries.len() == entries.capacity()
             {

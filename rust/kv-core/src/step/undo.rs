@@ -103,8 +103,8 @@ impl State {
             Change::Preregistered { before } => {
                 let groups = self.groups.len();
                 let prefill = entry.prefill().into_iter();
-                for place in prefill.flat_map(|prefill| prefill.preregistered(groups).rev()) {
-                    let block = self.block_at(seq_idx, place);
+                for entry in prefill.flat_map(|prefill| prefill.preregistered(groups).rev()) {
+                    let block = self.block_at(seq_idx, entry);
                     self.pool.forget(block);
                 }
                 self.seqs.at_mut(seq_idx).register(*before);
@@ -157,8 +157,8 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
         }
         if depends || at == first {
             let prefill = entry.prefill().into_iter();
-            let places = prefill.flat_map(|prefill| prefill.preregistered(groups));
-            computed.extend(places.map(|place| state.block_at(entry.seq_idx, place)));
+            let written = prefill.flat_map(|prefill| prefill.preregistered(groups));
+            computed.extend(written.map(|at| state.block_at(entry.seq_idx, at)));
             left.extend(entry.copied().map(|(_, _, source)| source));
         }
     }
@@ -170,7 +170,7 @@ fn shares_any(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool
     let (table, groups) = (&state.seqs.at(entry.seq_idx).table, state.groups.len());
     let prefill = entry.prefill().into_iter();
     let shared = prefill.flat_map(|prefill| prefill.shared(groups));
-    let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
+    let mut shared = shared.filter_map(|at| table.get(at % groups, at / groups));
     shared.any(|block| computed.contains(&block))
 }
 
@@ -181,13 +181,13 @@ fn writes_in_place(state: &State, entry: &Entry, blocks: &HashSet<BlockId>) -> b
 }
 
 impl State {
-    /// The block of a place of a sequence's table.
-    fn block_at(&self, seq_idx: u32, place: usize) -> BlockId {
+    /// The block of a table entry of a sequence.
+    fn block_at(&self, seq_idx: u32, entry: usize) -> BlockId {
         let groups = self.groups.len();
         self.seqs
             .at(seq_idx)
             .table
-            .at(place % groups, place / groups)
+            .at(entry % groups, entry / groups)
     }
 
     /// The blocks, one per layer group, of the logical block in which an entry begins to write.

@@ -22,32 +22,32 @@ impl State {
                 )
             })?;
             last = serial;
-            for place in &open.loading {
-                let block = place.block;
+            for to_fill in &open.loading {
+                let block = to_fill.block;
                 let is_its = self.pool.is_loading(block) && loading.insert(block);
                 ensure(is_its && self.pool.seq_refs(block) == 0, || {
                     format!("transfer {serial} fills {block:?}, which is not its own")
                 })?;
                 let cached = self.pool.cached_info(block);
                 let is_known = cached.is_none_or(|(_, group, number)| {
-                    group == place.group && number == serial as u32
+                    group == to_fill.group && number == serial as u32
                 });
-                ensure(is_known && open.indices.contains(&place.index), || {
-                    format!("transfer {serial} fills {place:?}, cached as {cached:?}")
+                ensure(is_known && open.indices.contains(&to_fill.index), || {
+                    format!("transfer {serial} fills {to_fill:?}, cached as {cached:?}")
                 })?;
             }
-            let loading = open.loading.iter().map(|place| place.block);
+            let loading = open.loading.iter().map(|loading| loading.block);
             for block in loading.chain(open.held.iter().copied()) {
                 *counts.entry(block).or_default() += 1;
             }
         }
-        let (says, marked, counted) = (
+        let (recorded, marked, counted) = (
             self.pool.usage().loading,
             self.pool.marked_loading(),
             loading.len(),
         );
-        ensure((says, marked) == (counted, counted), || {
-            format!("usage: {says} loading, {marked} marked, counted {counted}")
+        ensure((recorded, marked) == (counted, counted), || {
+            format!("usage: {recorded} loading, {marked} marked, counted {counted}")
         })
     }
 }
