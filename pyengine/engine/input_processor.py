@@ -58,7 +58,7 @@ class InputProcessor:
 
         A request that passes is refused or deferred in three more places, in this order:
         `AsyncEngine._refuse_too_many` while too many of its caller wait, `Scheduler._admit` until
-        slots and blocks are free, and within that the block manager's `plan_after_match`
+        `max_num_seqs` and blocks allow it, and within that the block manager's `plan_after_match`
         (`rust/kv-core/src/step/admit.rs`), which counts only what is not cached.
         """
         limits, ids = self.limits, np.asarray(prompt.token_ids)

@@ -51,8 +51,8 @@ class FaultFinder:
     requests, without a token yet, are left out first, then halves of the suspects, the last in the
     order of service first. A bad request that has just arrived is found within 2 steps after the
     failed one, any other of n within log2(n) + 2. The last suspect runs alone, and is at fault if
-    it fails once more. If no step is possible without the others (they hold the blocks or the
-    slots), one runs with all; if that fails, all requests in it become suspects.
+    it fails once more. If no step is possible without the others (they hold the blocks, or
+    are all that may run), one runs with all; if that fails, all requests in it become suspects.
 
     Bad requests that arrive together would be found in a row, as they are first in the order. So
     the third search begins with the middle suspect alone, and the fourth with the last one: if it

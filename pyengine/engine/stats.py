@@ -122,7 +122,7 @@ def view_of(
 def _view(request: Request, *, is_running: bool) -> RequestView:
     num_prompt, sequences = len(request.prompt_token_ids), request.sequences
     first = sequences[0]
-    if len(sequences) == 1 or first.num_slots > 1:
+    if len(sequences) == 1 or first.num_seqs > 1:
         num_output = first.num_tokens - num_prompt
     else:
         num_output = sum([sequence.num_tokens - num_prompt for sequence in sequences])

@@ -105,8 +105,8 @@ class SequenceState:
     """Its blocks in the KV cache; made by the scheduler when it is queued or forked."""
     order: tuple[float, int, int] = field(init=False)
     """Priority, position in the order of submission, and in its request."""
-    num_slots: int = field(init=False)
-    """Its slots in the batch, including those of sequences to be forked from it."""
+    num_seqs: int = field(init=False)
+    """The sequences that it counts as: itself and those to be forked from it."""
     num_tokens: int = field(init=False)
     """Tokens of prompt and output, including those that open steps sample."""
     num_computed: int = 0
@@ -122,7 +122,7 @@ class SequenceState:
         request = self.request
         self.token_ids = self.output.token_ids
         self.order = (request.priority, 0, self.index)
-        self.num_slots = request.num_sequences if self.index == 0 else 1
+        self.num_seqs = request.num_sequences if self.index == 0 else 1
         self.num_tokens = len(request.prompt_token_ids)
         self.waits_for_tokens = self.output.sampling.depends_on_output
 
@@ -151,7 +151,7 @@ class SequenceState:
         So it is for tokens that change later logits, for the token after which sequences are
         forked, and for tokens before drafts.
         """
-        return self.waits_for_tokens or self.num_slots > 1 or self.wants_drafts
+        return self.waits_for_tokens or self.num_seqs > 1 or self.wants_drafts
 
     @property
     def is_known(self) -> bool:
@@ -168,7 +168,7 @@ class Request:
     engine.
 
     Until the prompt is computed only the first sequence runs; then the others are forked from it.
-    A request is admitted when there are slots for all of them. `namespace` separates its blocks
+    A request is admitted when all of them may run. `namespace` separates its blocks
     from those of other namespaces. With `read_cache` off every prompt token is computed, cached or
     not, except those that `scores` allows.
     """

@@ -10,9 +10,9 @@ Its promises (tests refer to the numbers):
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
    only. If several tenants have requests, they take turns, and that order is each tenant's own
-   (`TenantShares`); a request above its tenant's share of slots or blocks waits for others of its
-   tenant. Requests with cached prefixes overtake others of their priority, each of which at most
-   `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
+   (`TenantShares`); a request above its tenant's share of sequences or blocks waits for others of
+   its tenant. Requests with cached prefixes overtake others of their priority, each of which at
+   most `max_overtakes` times (`PrefixOrder`). (Requests of a lower priority wait while others of a
    higher one keep arriving. Others may overtake a request whose prefix a running one computes,
    until it is computed, or whose prefix is being loaded, until the load ends or is abandoned after
    a time limit. Prefixes that are kept for waiting requests or by priority give way; callers' pins
@@ -200,7 +200,7 @@ class Scheduler:
         They share its prompt's blocks; each has its first token. A partial last block is copied
         at their first write.
         """
-        parent.num_slots = 1
+        parent.num_seqs = 1
         prompt = parent.num_tokens - 1
         for sequence, token in samples:
             sequence.kv = parent.kv.fork(prompt)
@@ -323,8 +323,8 @@ class Scheduler:
         computing = {
             sequence.request.tenant for sequence in self._running if sequence.num_uncomputed > 1
         } - closed
-        least = min([turns.used(tenant) for tenant in computing], default=0.0)
-        later = {tenant for tenant in self._waiting.queues if turns.used(tenant) >= least}
+        least_used = min([turns.used(tenant) for tenant in computing], default=0.0)
+        later = {tenant for tenant in self._waiting.queues if turns.used(tenant) >= least_used}
         if not computing or later.issuperset(self._waiting.queues):
             return None
         return self._admit(step, without, closed | later)
@@ -335,15 +335,15 @@ class Scheduler:
         As many as budget and blocks allow, in order (promise 9); `step.drafts` are the planned
         ones. Only for sequences whose last token is known.
         """
-        asked = {sequence: tokens for sequence, tokens in drafts.items() if len(tokens)}
-        if not asked:
+        drafts = {sequence: tokens for sequence, tokens in drafts.items() if len(tokens)}
+        if not drafts:
             return
-        flat = [token for tokens in asked.values() for token in tokens]
-        counts = [len(tokens) for tokens in asked.values()]
-        planned = step.plan.draft([sequence.kv for sequence in asked], flat, counts)
+        flat = [token for tokens in drafts.values() for token in tokens]
+        counts = [len(tokens) for tokens in drafts.values()]
+        planned = step.plan.draft([sequence.kv for sequence in drafts], flat, counts)
         step.drafts = {
             sequence: tokens[:count]
-            for (sequence, tokens), count in zip(asked.items(), planned, strict=True)
+            for (sequence, tokens), count in zip(drafts.items(), planned, strict=True)
             if count
         }
 
@@ -389,13 +389,13 @@ class Scheduler:
             sequences = tuple([sequence for sequence in sequences if not sequence.is_complete])
         if sequences == last.sequences:
             return last
-        found = (
+        decodes = (
             before
             if sequences == before.sequences
             else _Decodes(sequences, [sequence.kv for sequence in sequences])
         )
-        self._decodes = [found, last]
-        return found
+        self._decodes = [decodes, last]
+        return decodes
 
     def _plan_chunks(self, step: ScheduledStep, without: Collection[SequenceState]) -> None:
         """Plan the next chunk of every admitted prompt with uncomputed tokens."""
@@ -423,13 +423,15 @@ class Scheduler:
                 return
 
     def _prefill(
-        self, step: ScheduledStep, sequence: SequenceState, reserve: int | None = None
+        self, step: ScheduledStep, sequence: SequenceState, spare_blocks: int | None = None
     ) -> Prefilled | NoRoom | NoBudget | Loading:
         """Plan the next chunk of a prompt."""
         bound = sequence.request.max_chunk - step.num_bounded
-        most = int(min(self.limits.max_num_batched_tokens, bound))
-        replay = min(self._replay, most)
-        return step.plan.prefill(sequence.kv, most, spare_blocks=reserve, replay=replay or None)
+        max_tokens = int(min(self.limits.max_num_batched_tokens, bound))
+        replay = min(self._replay, max_tokens)
+        return step.plan.prefill(
+            sequence.kv, max_tokens, spare_blocks=spare_blocks, replay=replay or None
+        )
 
     def _give_way(self, num_blocks: int) -> bool:
         """Release prefixes that are kept if possible, for so many blocks; True if there were any.
@@ -449,38 +451,40 @@ class Scheduler:
     def _admit(
         self, step: ScheduledStep, without: Collection[SequenceState], closed: set[bytes]
     ) -> NoRoom | NoBudget | None:
-        """Admit waiting sequences in order, while whole prompts fit blocks, budget and slots.
+        """Admit waiting sequences in order, while whole prompts fit the limits, blocks and budget.
 
         Others overtake one whose prefix is being loaded. With several tenants, sequences of those
         above their share are preempted for it, and a request above its tenant's share waits for
         others of that tenant alone. No tenant in `closed` is admitted; those that wait so are
-        added. Returns the shortage of the first rejected one; None if that was a slot, or none was.
+        added. Returns the shortage of the first rejected one; None if `max_num_seqs` was reached,
+        or none was rejected.
         Requests that can never be admitted are refused before: see `InputProcessor._check`.
         """
-        slots, reserve = self._free_slots(), None
-        if slots < 1 and not self.shares.turns.are_several:
+        seqs_left, spare_blocks = self._seqs_left(), None
+        if seqs_left < 1 and not self.shares.turns.are_several:
             return None
         shortage = None
         for sequence in self._candidates(step, without, closed):
             tenant = sequence.request.tenant
-            if sequence.num_slots > slots:
-                slots, reserve = self._take_slots(step, sequence, slots, closed), None
-            if sequence.num_slots > slots:
+            if sequence.num_seqs > seqs_left:
+                seqs_left = self._take_seqs(step, sequence, seqs_left, closed)
+                spare_blocks = None
+            if sequence.num_seqs > seqs_left:
                 if tenant in closed:
                     continue
                 break
-            if reserve is None:
-                reserve = self._reserve(step)
-            answer = self._admit_one(step, sequence, reserve)
+            if spare_blocks is None:
+                spare_blocks = self._spare_blocks(step)
+            answer = self._admit_one(step, sequence, spare_blocks)
             if isinstance(answer, NoRoom) and self._take_blocks(
-                step, sequence, answer, reserve, closed
+                step, sequence, answer, spare_blocks, closed
             ):
-                slots, reserve = self._free_slots(), self._reserve(step)
-                answer = self._admit_one(step, sequence, reserve)
+                seqs_left, spare_blocks = self._seqs_left(), self._spare_blocks(step)
+                answer = self._admit_one(step, sequence, spare_blocks)
             if isinstance(answer, Entry):
-                slots -= sequence.num_slots
+                seqs_left -= sequence.num_seqs
                 if not answer.samples:
-                    reserve += self._blocks_to_come(sequence)
+                    spare_blocks += self._blocks_to_come(sequence)
             elif not isinstance(answer, Loading):
                 shortage = shortage or answer
                 if isinstance(answer, NoBudget) or tenant not in closed:
@@ -488,15 +492,15 @@ class Scheduler:
         return shortage
 
     def _admit_one(
-        self, step: ScheduledStep, sequence: SequenceState, reserve: int
+        self, step: ScheduledStep, sequence: SequenceState, spare_blocks: int
     ) -> Entry | NoRoom | NoBudget | Loading:
-        """Admit a sequence if its whole prompt fits beside `reserve` blocks."""
+        """Admit a sequence if its whole prompt fits and leaves `spare_blocks`."""
         request, num_attached, num_blocks = sequence.request, 0, 0
         if not request.read_cache:  # else the plan matches and charges in one call
             num_attached, num_blocks = self._attach(sequence)
-        answer = self._prefill(step, sequence, reserve)
+        answer = self._prefill(step, sequence, spare_blocks)
         while isinstance(answer, NoRoom) and self._make_room(answer.needed):
-            answer = self._prefill(step, sequence, reserve)
+            answer = self._prefill(step, sequence, spare_blocks)
         if not isinstance(answer, Prefilled):
             _release_blocks(sequence)
             return answer
@@ -510,10 +514,10 @@ class Scheduler:
             request.scores.pre_register(request.sequences[0])
         return entry
 
-    def _free_slots(self) -> int:
-        return self.limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
+    def _seqs_left(self) -> int:
+        return self.limits.max_num_seqs - sum([sequence.num_seqs for sequence in self._running])
 
-    def _reserve(self, step: ScheduledStep) -> int:
+    def _spare_blocks(self, step: ScheduledStep) -> int:
         """Blocks that admitted prompts still need. (A sequence that decodes has all its blocks.)"""
         begun = {id(entry.sequence) for entry in step.chunks if not entry.samples}
         return sum(
@@ -522,31 +526,32 @@ class Scheduler:
             if sequence.num_uncomputed > 1 or id(sequence) in begun
         )
 
-    def _take_slots(
-        self, step: ScheduledStep, sequence: SequenceState, slots: int, closed: set[bytes]
+    def _take_seqs(
+        self, step: ScheduledStep, sequence: SequenceState, seqs_left: int, closed: set[bytes]
     ) -> int:
-        """Preempt other tenants for the slots of a waiting sequence, if its share has them.
+        """Preempt other tenants for a waiting sequence, if it is within its tenant's share.
 
-        Returns the free slots. If its share does not have them, its tenant is closed.
+        Returns how many sequences may still be admitted. If it is above the share, its tenant is
+        closed.
         """
         if not self._running or not self.shares.turns.are_several:
-            return slots
-        missing = sequence.num_slots - slots
-        victims = self.shares.for_slots(self._running, sequence, missing, self.limits.max_num_seqs)
-        return self._free_slots() if self._take(step, sequence, victims, closed) else slots
+            return seqs_left
+        missing = sequence.num_seqs - seqs_left
+        victims = self.shares.for_seqs(self._running, sequence, missing, self.limits.max_num_seqs)
+        return self._seqs_left() if self._take(step, sequence, victims, closed) else seqs_left
 
     def _take_blocks(
         self,
         step: ScheduledStep,
         sequence: SequenceState,
         answer: NoRoom,
-        reserve: int,
+        spare_blocks: int,
         closed: set[bytes],
     ) -> bool:
         """The same for the blocks of its prompt; true if any sequence was preempted."""
         if not self._running or not self.shares.turns.are_several:
             return False
-        missing, needed = answer.needed - answer.available, answer.needed - reserve
+        missing, needed = answer.needed - answer.available, answer.needed - spare_blocks
         victims = self.shares.for_blocks(self._running, sequence, needed, missing)
         return self._take(step, sequence, victims, closed)
 
@@ -575,13 +580,13 @@ class Scheduler:
         """
         request = sequence.request
         _release_blocks(sequence)  # an interrupt may have left some
-        most = 0 if request.scores is None else request.scores.readable_tokens()
-        if not most:
+        max_tokens = 0 if request.scores is None else request.scores.readable_tokens()
+        if not max_tokens:
             return 0, 0
         size = self._manager.block_size
-        tokens = request.prompt_token_ids[: -(-most // size) * size]
+        tokens = request.prompt_token_ids[: -(-max_tokens // size) * size]
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
-            if pin.num_tokens > most:
+            if pin.num_tokens > max_tokens:
                 self._attach_all_but_one(sequence, pin)
             else:
                 sequence.kv.attach(pin)
@@ -613,7 +618,7 @@ class Scheduler:
         Tenants take turns, except those in `closed`, to which the reader may add: the one with the
         fewest sequences so far, and of these the one that has used the least of the steps.
         """
-        most = self.limits.max_num_seqs_per_tenant
+        max_seqs = self.limits.max_num_seqs_per_tenant
         tenants: Iterable[bytes] = self._waiting.queues
         if self.shares.turns.are_several:
             tenants = self.shares.turns.in_order(tenants)
@@ -626,17 +631,17 @@ class Scheduler:
         while queues:
             tenant = min(queues, key=numbers.__getitem__)
             sequence = None if tenant in closed else next(queues[tenant], None)
-            if sequence is None or (most is not None and not self._may_run(sequence, most)):
+            if sequence is None or (max_seqs is not None and not self._may_run(sequence, max_seqs)):
                 del queues[tenant]
                 continue
             numbers[tenant] += 1
             yield sequence
 
-    def _may_run(self, sequence: SequenceState, most: int) -> bool:
-        """True if its tenant then has up to `most` slots, or runs nothing else."""
+    def _may_run(self, sequence: SequenceState, max_seqs: int) -> bool:
+        """True if its tenant then runs up to `max_seqs` sequences, or nothing else."""
         tenant = sequence.request.tenant
-        slots = [other.num_slots for other in self._running if other.request.tenant == tenant]
-        return not slots or sum(slots) + sequence.num_slots <= most
+        running = [other.num_seqs for other in self._running if other.request.tenant == tenant]
+        return not running or sum(running) + sequence.num_seqs <= max_seqs
 
     def _candidates_of(
         self, tenant: bytes, step: ScheduledStep, without: Collection[SequenceState]
@@ -676,10 +681,10 @@ class Scheduler:
             return
         order.refresh(waiting)
         ready: list[SequenceState] = []
-        place = 0
+        end = 0
         while True:
-            for sequence in waiting[place : place + order.window - len(ready)]:
-                place += 1
+            for sequence in waiting[end : end + order.window - len(ready)]:
+                end += 1
                 if sequence not in without:
                     ready.append(sequence)
             if not ready:
@@ -688,7 +693,7 @@ class Scheduler:
             ready.remove(sequence)
             yield sequence
             if sequence.is_running:
-                place -= 1
+                end -= 1
                 order.count(sequence, ready)
 
     def _blocks_to_come(self, sequence: SequenceState) -> int:
@@ -730,9 +735,9 @@ class Scheduler:
         sequence = next(self.waiting, None)
         if step.is_ahead or sequence is None:
             raise _NoPlanAheadError
-        if sequence.num_slots > self.limits.max_num_seqs:
+        if sequence.num_seqs > self.limits.max_num_seqs:
             raise StalledError(
-                f"request {sequence.request.request_id!r} runs {sequence.num_slots} samples at "
+                f"request {sequence.request.request_id!r} runs {sequence.num_seqs} samples at "
                 f"once, and since a step was too large for the device's memory only "
                 f"{self.limits.max_num_seqs} sequences run: ask for fewer samples, or free memory "
                 "of the device",

@@ -1,11 +1,11 @@
-"""Shares of tenants in steps, slots and blocks if several of them have requests.
+"""Shares of tenants in steps, sequences and blocks if several of them have requests.
 
 A tenant alone may use everything. Beside others it is entitled to an equal share of each resource:
 
 - Time. A step's seconds are charged to tenants by their tokens in it. Tenants that have used more
   than another one are left out of a step, if that makes it twice as fast: so a tenant with a few
   sequences does not wait for the rows and prompts of all others in each of its steps.
-- Slots and blocks. Sequences of a tenant above its share are preempted, the newest first, for a
+- Sequences and blocks. Sequences of a tenant above its share are preempted, the newest first, for a
   tenant below its own. Each tenant keeps its first sequence, and so does the request that arrived
   first of all, so that every request ends at last.
 """
@@ -25,7 +25,7 @@ _QUANTUM = 0.05
 """Seconds of steps by which a tenant may be ahead before it is left out of any."""
 _SLICE = 0.25
 """Seconds that prompts may add to a step of several tenants."""
-_LEAST_CHUNK = 64
+_MIN_CHUNK = 64
 """Tokens of prompts that a step has in any case."""
 _FORGOTTEN = 0.98
 """Factor of a mean that kept a step small, so that its size is tried again."""
@@ -53,13 +53,13 @@ class StepTimes:
         less = self._seconds.get(fewer.bit_length())
         return more is None or less is None or more > 2 * less
 
-    def largest_within(self, seconds: float, most: int) -> int:
+    def largest_within(self, seconds: float, max_tokens: int) -> int:
         """The most tokens, up to `most`, of a step that is not expected to take longer."""
         for size in sorted(self._seconds):
             if (mean := self._seconds[size]) > seconds:
                 self._seconds[size] *= _FORGOTTEN
-                return min(most, int((1 << size - 1) * seconds / mean))
-        return most
+                return min(max_tokens, int((1 << size - 1) * seconds / mean))
+        return max_tokens
 
 
 class TenantShares:
@@ -111,29 +111,30 @@ class TenantShares:
         is_slow = self.times.is_twice_as_slow(min(budget, tokens.total()), min(budget, fewer))
         return ahead if is_slow else frozenset()
 
-    def budget(self, running: Sequence[SequenceState], most: int) -> int:
-        """The tokens of the next step, up to `most`.
+    def budget(self, running: Sequence[SequenceState], max_tokens: int) -> int:
+        """The tokens of the next step, up to `max_tokens`.
 
         Long prompts are computed in small chunks, so that other tenants need not wait for them.
         Called with several tenants.
         """
-        least = len(running) + _LEAST_CHUNK
-        return min(most, max(least, self.times.largest_within(_SLICE, most)))
+        min_tokens = len(running) + _MIN_CHUNK
+        in_time = self.times.largest_within(_SLICE, max_tokens)
+        return min(max_tokens, max(min_tokens, in_time))
 
-    def for_slots(
-        self, running: Sequence[SequenceState], sequence: SequenceState, missing: int, most: int
+    def for_seqs(
+        self, running: Sequence[SequenceState], sequence: SequenceState, missing: int, max_seqs: int
     ) -> list[SequenceState] | None:
-        """Sequences to preempt for the slots of a waiting one, of which it misses `missing`.
+        """Sequences to preempt so that a waiting one may run: `missing` of `max_seqs` sequences.
 
-        A step has `most`. None if they would exceed its tenant's share; empty if no other tenant
-        holds enough above its own.
+        None if it would exceed its tenant's share; empty if no other tenant has enough sequences
+        above its own.
         """
-        share = max(1, most // len(self.turns.tenants))
-        held = _held(running, _slots_of)
+        share = max(1, max_seqs // len(self.turns.tenants))
+        held = _held(running, _seqs_of)
         own = held[sequence.request.tenant]
-        if own and own + sequence.num_slots > share:
+        if own and own + sequence.num_seqs > share:
             return None
-        return _victims(running, sequence, held, share, missing, _slots_of)
+        return _victims(running, sequence, held, share, missing, _seqs_of)
 
     def for_blocks(
         self,
@@ -177,8 +178,8 @@ class TenantShares:
         return self._manager.preview(sequence.kv)
 
 
-def _slots_of(sequence: SequenceState) -> int:
-    return sequence.num_slots
+def _seqs_of(sequence: SequenceState) -> int:
+    return sequence.num_seqs
 
 
 def _arrival_of(sequence: SequenceState) -> int:
@@ -188,7 +189,7 @@ def _arrival_of(sequence: SequenceState) -> int:
 def _held(
     running: Sequence[SequenceState], size_of: "Callable[[SequenceState], int]"
 ) -> Counter[bytes]:
-    """Blocks or slots that the sequences of each tenant hold."""
+    """Blocks or sequences that the sequences of each tenant hold."""
     held: Counter[bytes] = Counter()
     for sequence in running:
         held[sequence.request.tenant] += size_of(sequence)

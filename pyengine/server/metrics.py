@@ -213,7 +213,7 @@ class EngineMetrics:
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         usage = stats.usage
-        waiting = "Requests that wait for blocks or for a slot in the batch."
+        waiting = "Requests that wait for blocks or for room in the batch."
         share = "Share of the pool in use, 0 to 1; evictable blocks are not."
         used = 1 - usage.available / usage.num_blocks
         about = {name: str(self._about.get(name)) for name in _CONFIG if name in self._about}

@@ -26,7 +26,7 @@ const HEADS: usize = 9;
 const BLOCK_SIZE: usize = 16;
 const LAYERS: usize = 30;
 /// Numbers of all layers' caches at most.
-const MOST: usize = 64 << 20;
+const MAX_LAYER_BYTES: usize = 64 << 20;
 const ROUNDS: usize = 7;
 
 fn numbers<E: Element>(count: usize) -> Vec<E> {
@@ -66,7 +66,7 @@ fn compare<E: Attend>(name: &str, threads: usize) {
             dim_v: 64,
         };
         let size = shape.num_blocks * BLOCK_SIZE * 3 * 64;
-        let layers = (MOST / (2 * size)).clamp(1, LAYERS);
+        let layers = (MAX_LAYER_BYTES / (2 * size)).clamp(1, LAYERS);
         let (keys, values) = (numbers::<E>(size * layers), numbers::<E>(size * layers));
         let tables: Vec<i32> = (0..shape.num_blocks)
             .map(|at| (at * 7919 % shape.num_blocks) as i32)

@@ -205,8 +205,8 @@ fn tanh(y: f32) -> f32 {
         p = p.mul_add(square, coefficient);
     }
     let small = (p * square).mul_add(size, size);
-    let found = if size < 0.2 { small } else { wide };
-    found.copysign(y)
+    let magnitude = if size < 0.2 { small } else { wide };
+    magnitude.copysign(y)
 }
 
 /// `x / (1 + e ^ -y)`.

@@ -83,7 +83,7 @@ impl Amx {
     }
 
     /// Tiles of 16 elements of a value, an even number.
-    fn num_places(&self) -> usize {
+    fn num_columns(&self) -> usize {
         2 * self.dim_v.div_ceil(WIDTH)
     }
 }
@@ -111,7 +111,7 @@ impl Arithmetic<u16, ROWS> for Amx {
         let num_vectors = num_rows.div_ceil(ROWS);
         let mut memory = KEPT.take();
         let pairs = shape.dim_k / 2;
-        let places = 2 * shape.dim_v.div_ceil(WIDTH);
+        let num_columns = 2 * shape.dim_v.div_ceil(WIDTH);
         make_room(&mut memory.queries, num_vectors * pairs, Line([0; ROWS]));
         make_room(
             &mut memory.keys,
@@ -120,12 +120,12 @@ impl Arithmetic<u16, ROWS> for Amx {
         );
         make_room(
             &mut memory.values,
-            num_tiles * places * ROWS,
+            num_tiles * num_columns * ROWS,
             Line([0; ROWS]),
         );
         make_room(&mut memory.scores, num_tiles * TILE, Line([0.0; ROWS]));
         make_room(&mut memory.weights, num_tiles * ROWS, Line([0; ROWS]));
-        make_room(&mut memory.sums, places * ROWS, Line([0.0; ROWS]));
+        make_room(&mut memory.sums, num_columns * ROWS, Line([0.0; ROWS]));
         Self {
             dim_k: shape.dim_k,
             dim_v: shape.dim_v,
@@ -146,12 +146,12 @@ impl Arithmetic<u16, ROWS> for Amx {
             // SAFETY: the machine has AVX-512, as every one with AMX.
             unsafe {
                 let rows = loaded(&rows, at * WIDTH);
-                let found = if self.is_alone {
+                let query_tile = if self.is_alone {
                     transpose_16(rows)
                 } else {
                     rows
                 };
-                keep(&found, lines);
+                keep(&query_tile, lines);
             }
         }
     }
@@ -341,13 +341,13 @@ impl Amx {
                 if !is_factor(how) {
                     capped(how, &mut score.0);
                 }
-                let mut found = __m512::load(&score.0);
+                let mut scores = __m512::load(&score.0);
                 if !is_whole {
                     let is_seen = seen(start + half * ROWS, bounds, row);
-                    found = _mm512_mask_blend_ps(is_seen, nothing, found);
-                    found.store(&mut score.0);
+                    scores = _mm512_mask_blend_ps(is_seen, nothing, scores);
+                    scores.store(&mut score.0);
                 }
-                largest = _mm512_max_ps(found, largest);
+                largest = _mm512_max_ps(scores, largest);
             }
         }
         _mm512_reduce_max_ps(largest)
@@ -356,7 +356,7 @@ impl Amx {
     /// Turns the values of a tile.
     #[inline(always)]
     fn take_values(&mut self, tiles: &cache_tiles::Tiles<'_, u16>, tile: usize) {
-        let size = self.num_places() * ROWS;
+        let size = self.num_columns() * ROWS;
         let values = tiles.values(tile).into_computed();
         let lines = &mut self.memory.values[tile * size..][..size];
         // SAFETY: the machine has AVX-512, as every one with AMX.
@@ -366,13 +366,13 @@ impl Amx {
     /// The values of these tiles, weighted, become sums.
     #[inline(always)]
     fn weigh(&mut self, tiles: Range<usize>) {
-        let num_places = self.num_places();
+        let num_columns = self.num_columns();
         let memory = &mut self.memory;
-        for place in (0..num_places).step_by(SUMS) {
+        for column in (0..num_columns).step_by(SUMS) {
             let values = |tile: usize, at: usize| {
-                Rows::of(&memory.values[(tile * num_places + place + at) * ROWS..])
+                Rows::of(&memory.values[(tile * num_columns + column + at) * ROWS..])
             };
-            let is_whole = place + SUMS <= num_places;
+            let is_whole = column + SUMS <= num_columns;
             zero!("tmm0", "tmm1", "tmm2", "tmm3");
             for tile in tiles.clone() {
                 load!("tmm4", Rows::of(&memory.weights[tile * ROWS..]), 0);
@@ -387,7 +387,7 @@ impl Amx {
                     multiply_add!("tmm3", "tmm4", "tmm5");
                 }
             }
-            let sums = &mut memory.sums[place * ROWS..];
+            let sums = &mut memory.sums[column * ROWS..];
             store!("tmm0", sums);
             store!("tmm1", sums[ROWS..]);
             if is_whole {
@@ -403,10 +403,10 @@ impl Amx {
     fn give(&self, num_rows: usize, sums: &mut [f32]) {
         let pairs = self.memory.sums.as_chunks::<{ 2 * ROWS }>().0;
         for (row, sums) in sums.chunks_exact_mut(self.dim_v).take(num_rows).enumerate() {
-            for (sums, found) in sums.chunks_mut(WIDTH).zip(pairs) {
+            for (sums, products) in sums.chunks_mut(WIDTH).zip(pairs) {
                 let (low, high) = (
-                    __m512::load(&found[row].0),
-                    __m512::load(&found[ROWS + row].0),
+                    __m512::load(&products[row].0),
+                    __m512::load(&products[ROWS + row].0),
                 );
                 let elements = in_order(low, high);
                 for (sums, elements) in sums.as_chunks_mut().0.iter_mut().zip(elements) {
@@ -465,23 +465,23 @@ fn exp2(x: __m512) -> (__m512, __m512) {
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn loaded(rows: &[&[u16]; ROWS], first: usize) -> [__m512i; ROWS] {
-    let mut found = [_mm512_setzero_si512(); ROWS];
-    for (found, row) in found.iter_mut().zip(rows) {
+    let mut vectors = [_mm512_setzero_si512(); ROWS];
+    for (vectors, row) in vectors.iter_mut().zip(rows) {
         if let Some(row) = row.get(first..first + WIDTH) {
             // SAFETY: 32 elements are read.
-            *found = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
+            *vectors = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
         }
     }
-    found
+    vectors
 }
 
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn keep<T>(found: &[__m512i; ROWS], lines: &mut [Line<T>; ROWS]) {
+fn keep<T>(vectors: &[__m512i; ROWS], lines: &mut [Line<T>; ROWS]) {
     const { assert!(size_of::<Line<T>>() == STRIDE) };
-    for (line, found) in lines.iter_mut().zip(found) {
+    for (line, vectors) in lines.iter_mut().zip(vectors) {
         // SAFETY: 64 bytes are written.
-        unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *found) };
+        unsafe { _mm512_store_si512(line.0.as_mut_ptr().cast(), *vectors) };
     }
 }
 
@@ -501,9 +501,9 @@ fn turn(lines: &mut [Line<f32>; ROWS]) {
 fn turn_few(lines: &mut [Line<f32>; ROWS]) {
     let mut fours = [_mm512_setzero_ps(); FEW];
     for (at, four) in fours.iter_mut().enumerate() {
-        for (place, mask) in [0x000f, 0x00f0, 0x0f00, 0xf000].into_iter().enumerate() {
+        for (column, mask) in [0x000f, 0x00f0, 0x0f00, 0xf000].into_iter().enumerate() {
             // SAFETY: four numbers are read of 16.
-            let numbers = unsafe { _mm_load_ps(lines[FEW * place + at].0.as_ptr()) };
+            let numbers = unsafe { _mm_load_ps(lines[FEW * column + at].0.as_ptr()) };
             *four = _mm512_mask_broadcast_f32x4(*four, mask, numbers);
         }
     }
@@ -565,5 +565,5 @@ fn turn_values(values: &[&[u16]; TILE], lines: &mut [Line<u32>]) {
 fn in_order(even: __m512, odd: __m512) -> [__m512; 2] {
     let first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     let second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-    [first, second].map(|places| _mm512_permutex2var_ps(even, places, odd))
+    [first, second].map(|order| _mm512_permutex2var_ps(even, order, odd))
 }

@@ -161,7 +161,7 @@ impl Registers {
         assert_eq!(sums.1.bytes, b.1.bytes, "#UD: columns of the sums and of b");
         assert_eq!(a.1.bytes, 4 * b.1.rows, "#UD: columns of a and rows of b");
         let (rows, columns) = (sums.1.rows, sums.1.bytes / 4);
-        let mut found = [[0; STRIDE]; ROWS];
+        let mut result = [[0; STRIDE]; ROWS];
         for number in 0..rows {
             let old = self.tiles[sums.0][number].as_chunks::<4>().0;
             let mut lanes = std::array::from_fn(|lane| u32::from_le_bytes(old[lane]));
@@ -171,12 +171,12 @@ impl Registers {
                 &self.tiles[b.0],
                 b.1.rows,
             );
-            let new = found[number].as_chunks_mut::<4>().0;
+            let new = result[number].as_chunks_mut::<4>().0;
             for (new, lane) in new.iter_mut().zip(lanes).take(columns) {
                 *new = lane.to_le_bytes();
             }
         }
-        self.tiles[sums.0] = found;
+        self.tiles[sums.0] = result;
     }
 }
 
@@ -222,16 +222,16 @@ fn flushed(float: f32) -> f32 {
 /// and no sum is denormal.
 #[inline(always)]
 fn fused(a: f32, factors: [f32; LANES], sums: [f32; LANES]) -> [f32; LANES] {
-    let mut found: [f32; LANES] =
+    let mut result: [f32; LANES] =
         std::array::from_fn(|lane| flushed(a.mul_add(factors[lane], sums[lane])));
-    if found.iter().any(|float| float.abs() == f32::MIN_POSITIVE) {
+    if result.iter().any(|float| float.abs() == f32::MIN_POSITIVE) {
         for lane in 0..LANES {
-            if found[lane].abs() == f32::MIN_POSITIVE {
-                found[lane] = smallest(a, factors[lane], sums[lane]);
+            if result[lane].abs() == f32::MIN_POSITIVE {
+                result[lane] = smallest(a, factors[lane], sums[lane]);
             }
         }
     }
-    found
+    result
 }
 
 /// The same for a result that rounds to the smallest normal number: with as many digits as normal numbers have, it may be
@@ -274,13 +274,13 @@ mod tests {
     }
 
     fn multiplied(old: &[Line<u32>], a: &[Line<u32>], b: &[Line<u32>]) -> Vec<Line<u32>> {
-        let mut found = vec![Line([u32::MAX; ROWS]); ROWS];
+        let mut result = vec![Line([u32::MAX; ROWS]); ROWS];
         tiles::load!("tmm0", Rows::of(old), 0);
         tiles::load!("tmm1", Rows::of(a), 0);
         tiles::load!("tmm2", Rows::of(b), 0);
         tiles::multiply_add!("tmm0", "tmm1", "tmm2");
-        tiles::store!("tmm0", found);
-        found
+        tiles::store!("tmm0", result);
+        result
     }
 
     #[test]
@@ -290,10 +290,10 @@ mod tests {
         // In the order of the elements, 1 + 2^24 + 1 - 2^24 would be 0 or 2, by the rounding: 1 is lost each time.
         let a = tile_of(&[(3, 0, pair(1.0, large)), (3, 1, pair(1.0, -large))]);
         let b = tile_of(&[(0, 5, pair(1.0, 1.0)), (1, 5, pair(1.0, 1.0))]);
-        let found = multiplied(&tile_of(&[(3, 5, 0.5f32.to_bits())]), &a, &b);
-        assert_eq!(f32::from_bits(found[3].0[5]), 2.5);
+        let result = multiplied(&tile_of(&[(3, 5, 0.5f32.to_bits())]), &a, &b);
+        assert_eq!(f32::from_bits(result[3].0[5]), 2.5);
         assert!(
-            found
+            result
                 .iter()
                 .flat_map(|line| line.0)
                 .filter(|&it| it != 0)
@@ -303,16 +303,16 @@ mod tests {
         // The products' sum is rounded before it meets the old one: 2^24 + (1 + 1), not (2^24 + 1) + 1.
         let a = tile_of(&[(0, 0, pair(1.0, 1.0))]);
         let b = tile_of(&[(0, 0, pair(1.0, 1.0))]);
-        let found = multiplied(&tile_of(&[(0, 0, large.to_bits())]), &a, &b);
-        assert_eq!(f32::from_bits(found[0].0[0]), large + 2.0);
+        let result = multiplied(&tile_of(&[(0, 0, large.to_bits())]), &a, &b);
+        assert_eq!(f32::from_bits(result[0].0[0]), large + 2.0);
         // A product is not rounded before it is added: 257/256 squared has 17 digits.
         let float = 129.0 / 128.0;
         let rounded = float * float;
         let a = tile_of(&[(0, 0, pair(float, 0.0)), (0, 1, pair(1.0, 0.0))]);
         let b = tile_of(&[(0, 0, pair(float, 0.0)), (1, 0, pair(-large, 0.0))]);
-        let found = multiplied(&tile_of(&[]), &a, &b);
+        let result = multiplied(&tile_of(&[]), &a, &b);
         let expected = 1.0f32.mul_add(-large, rounded);
-        assert_eq!(f32::from_bits(found[0].0[0]), expected);
+        assert_eq!(f32::from_bits(result[0].0[0]), expected);
     }
 
     #[test]
@@ -326,15 +326,15 @@ mod tests {
         let half = 2f32.powi(-64);
         let a = tile_of(&[(0, 0, pair(-half, 0.0)), (1, 0, pair(half * 2.0, 0.0))]);
         let b = tile_of(&[(0, 0, pair(half, 0.0)), (0, 1, pair(half * 2.0, 0.0))]);
-        let found = multiplied(&tile_of(&[]), &a, &b);
-        assert_eq!(found[0].0[0], 0); // -0 + 0
-        assert_eq!(f32::from_bits(found[1].0[1]), f32::MIN_POSITIVE);
+        let result = multiplied(&tile_of(&[]), &a, &b);
+        assert_eq!(result[0].0[0], 0); // -0 + 0
+        assert_eq!(f32::from_bits(result[1].0[1]), f32::MIN_POSITIVE);
         // An old sum that is denormal, and sums that would become so.
         let old = tile_of(&[(0, 0, 1), (1, 0, 0x80_0001)]);
         let a = tile_of(&[(1, 0, pair(-half * 2.0, 0.0))]);
         let b = tile_of(&[(0, 0, pair(half * 2.0, 0.0))]);
-        let found = multiplied(&old, &a, &b);
-        assert_eq!([found[0].0[0], found[1].0[0]], [0, 0]);
+        let result = multiplied(&old, &a, &b);
+        assert_eq!([result[0].0[0], result[1].0[0]], [0, 0]);
     }
 
     #[test]
@@ -342,8 +342,8 @@ mod tests {
         let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
         let a = tile_of(&[(2, 0, pair(f32::INFINITY, 1.0)), (4, 0, pair(1.0, 1.0))]);
         let b = tile_of(&[(0, 1, pair(2.0, 1.0)), (0, 3, pair(1.0, -1.0))]);
-        let found = multiplied(&tile_of(&[]), &a, &b);
-        let float = |row: usize, column: usize| f32::from_bits(found[row].0[column]);
+        let result = multiplied(&tile_of(&[]), &a, &b);
+        let float = |row: usize, column: usize| f32::from_bits(result[row].0[column]);
         assert_eq!([float(2, 1), float(2, 3)], [f32::INFINITY; 2]);
         assert!(float(2, 0).is_nan()); // infinity times 0
         assert_eq!([float(4, 1), float(4, 3), float(4, 0)], [3.0, 0.0, 0.0]);
@@ -363,15 +363,15 @@ mod tests {
             (0, 9, bytes([-128, -128, 5, 127])),
             (15, 9, bytes([-1, -2, -3, -4])),
         ]);
-        let mut found = vec![Line([0u32; ROWS]); ROWS];
+        let mut result = vec![Line([0u32; ROWS]); ROWS];
         tiles::load!("tmm3", Rows::of(&old), 0);
         tiles::load!("tmm4", Rows::of(&a), 0);
         tiles::load!("tmm5", Rows::of(&b), 0);
         tiles::multiply_add_bytes!("tmm3", "tmm4", "tmm5");
-        tiles::store!("tmm3", found);
+        tiles::store!("tmm3", result);
         let expected = 100 + 128 * 128 - 127 * 128 - 5 + 254 - 1 - 4 - 9 - 16;
-        assert_eq!(found[7].0[9].cast_signed(), expected);
-        assert_eq!(found[8].0[9].cast_signed(), i32::MAX - 128);
+        assert_eq!(result[7].0[9].cast_signed(), expected);
+        assert_eq!(result[8].0[9].cast_signed(), i32::MAX - 128);
     }
 
     #[test]
@@ -385,25 +385,25 @@ mod tests {
         let one = pair(1.0, 0.0);
         let rows = [one, one, nan, one, one, nan, one, one, nan];
         let b = tile_of(&[(0, 4, one), (1, 4, one), (2, 4, nan)]);
-        let mut found = vec![Line([7u32; ROWS]); ROWS];
+        let mut result = vec![Line([7u32; ROWS]); ROWS];
         tiles::zero!("tmm0");
         tiles::load!("tmm1", Rows::every(&rows, 12), 0);
         tiles::load!("tmm2", Rows::of(&b), 0);
         tiles::multiply_add!("tmm0", "tmm1", "tmm2");
-        tiles::store!("tmm0", found);
-        for (number, line) in found.iter().enumerate() {
+        tiles::store!("tmm0", result);
+        for (number, line) in result.iter().enumerate() {
             let expected = if number < 3 { 2f32.to_bits() } else { 7 };
             assert_eq!(line.0[4], expected, "row {number}");
         }
-        assert_eq!([found[0].0[3], found[3].0[3]], [0, 7]);
+        assert_eq!([result[0].0[3], result[3].0[3]], [0, 7]);
     }
 
     #[test]
     fn amx_is_refused_where_the_processor_raises_an_exception() {
         let refused = |work: fn()| {
-            let found = std::panic::catch_unwind(work).expect_err("it is refused");
-            found.downcast_ref::<String>().cloned().unwrap_or_else(|| {
-                let text = found.downcast_ref::<&str>();
+            let result = std::panic::catch_unwind(work).expect_err("it is refused");
+            result.downcast_ref::<String>().cloned().unwrap_or_else(|| {
+                let text = result.downcast_ref::<&str>();
                 (*text.expect("a panic has a text")).to_owned()
             })
         };
@@ -414,8 +414,8 @@ mod tests {
         };
         assert!(refused(|| zero("tmm0")).contains("not set up"));
         for (tile, rows, bytes) in [(0, 17, 64), (7, 16, 65), (3, 0, 64), (3, 16, 0)] {
-            let found = std::panic::catch_unwind(|| configure(&shaped(tile, rows, bytes)));
-            assert!(found.is_err(), "{rows} rows of {bytes} bytes");
+            let result = std::panic::catch_unwind(|| configure(&shaped(tile, rows, bytes)));
+            assert!(result.is_err(), "{rows} rows of {bytes} bytes");
         }
         let reserved = Config {
             reserved: [1; 14],
@@ -440,8 +440,8 @@ mod tests {
     /// The product of bfloat16 and that of bytes by the processor's own tiles, which it has.
     fn by_its_tiles(old: &[Line<u32>], a: &[Line<u32>], b: &[Line<u32>]) -> [Vec<Line<u32>>; 2] {
         let config = Config::of(&[Shape::WHOLE; TILES]);
-        let mut found = [(); 2].map(|()| vec![Line([0u32; ROWS]); ROWS]);
-        let [halves, bytes] = found.each_mut().map(|lines| lines.as_mut_ptr());
+        let mut result = [(); 2].map(|()| vec![Line([0u32; ROWS]); ROWS]);
+        let [halves, bytes] = result.each_mut().map(|lines| lines.as_mut_ptr());
         // SAFETY: each address has 16 rows of 64 bytes, and no state is left behind.
         unsafe {
             asm!(
@@ -465,7 +465,7 @@ mod tests {
                 options(nostack),
             );
         }
-        found
+        result
     }
 
     #[test]
@@ -493,7 +493,7 @@ mod tests {
             let (old, a, b) = (lines(), lines(), lines());
             let [halves, bytes] = by_its_tiles(&old, &a, &b);
             let _tiles = Tiles::of_shapes(&[Shape::WHOLE; TILES]);
-            let found = multiplied(&old, &a, &b);
+            let result = multiplied(&old, &a, &b);
             let mut integers = vec![Line([0u32; ROWS]); ROWS];
             tiles::load!("tmm3", Rows::of(&old), 0);
             tiles::load!("tmm4", Rows::of(&a), 0);
@@ -501,7 +501,7 @@ mod tests {
             tiles::multiply_add_bytes!("tmm3", "tmm4", "tmm5");
             tiles::store!("tmm3", integers);
             for row in 0..ROWS {
-                assert_eq!(found[row].0, halves[row].0, "round {round}, row {row}");
+                assert_eq!(result[row].0, halves[row].0, "round {round}, row {row}");
                 assert_eq!(integers[row].0, bytes[row].0, "round {round}, row {row}");
             }
         }
@@ -510,7 +510,7 @@ mod tests {
     /// The processor's own multiply-add with the flags by which it takes denormal numbers for zeros and makes none.
     fn by_the_processor(a: f32, factor: f32, sum: f32) -> f32 {
         const FLUSHED: u32 = 0x1f80 | 1 << 15 | 1 << 6;
-        let (mut old, mut found, flags) = (0u32, sum, FLUSHED);
+        let (mut old, mut result, flags) = (0u32, sum, FLUSHED);
         // SAFETY: the machine has the instruction, and the flags are as before afterwards.
         unsafe {
             asm!(
@@ -520,13 +520,13 @@ mod tests {
                 "ldmxcsr [{old}]",
                 old = in(reg) &raw mut old,
                 flags = in(reg) &raw const flags,
-                sum = inout(xmm_reg) found,
+                sum = inout(xmm_reg) result,
                 a = in(xmm_reg) a,
                 factor = in(xmm_reg) factor,
                 options(nostack),
             );
         }
-        found
+        result
     }
 
     #[test]
@@ -553,12 +553,12 @@ mod tests {
                     ))
                 }
             };
-            let found = fused(a, [factor; LANES], [sum; LANES])[0];
+            let result = fused(a, [factor; LANES], [sum; LANES])[0];
             let expected = by_the_processor(a, factor, sum);
             flushed_ones += u32::from(expected == 0.0);
             smallest_ones += u32::from(expected.abs() == f32::MIN_POSITIVE);
             assert_eq!(
-                found.to_bits(),
+                result.to_bits(),
                 expected.to_bits(),
                 "{a:e} * {factor:e} + {sum:e}"
             );
@@ -571,9 +571,9 @@ mod tests {
         // below.
         for (power, expected) in [(-75, 0.0), (-76, f32::MIN_POSITIVE), (-74, 0.0)] {
             let (a, factor) = (-2f32.powi(power), 2f32.powi(-75));
-            let found = fused(a, [factor; LANES], [f32::MIN_POSITIVE; LANES])[0];
-            assert_eq!(found, expected, "2^{power}");
-            assert_eq!(found, by_the_processor(a, factor, f32::MIN_POSITIVE));
+            let result = fused(a, [factor; LANES], [f32::MIN_POSITIVE; LANES])[0];
+            assert_eq!(result, expected, "2^{power}");
+            assert_eq!(result, by_the_processor(a, factor, f32::MIN_POSITIVE));
         }
     }
 }

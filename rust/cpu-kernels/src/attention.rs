@@ -17,7 +17,7 @@ use crate::threads::Threads;
 use crate::write::{CacheArrays, CopyRows, Rows, check_write};
 
 /// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
-const MOST_ROWS: usize = 64;
+const MAX_ROWS: usize = 64;
 
 /// A run is one task, unless it is more of the work than this share of a thread's: then its parts are.
 const SHARE: usize = 4;
@@ -302,7 +302,7 @@ impl<'a> Work<'a> {
         for group in groups {
             let here = group.runs.iter().copied().filter(|run| runs.contains(run));
             let here: Vec<usize> = here.collect();
-            let each = MOST_ROWS.div_ceil(
+            let each = MAX_ROWS.div_ceil(
                 here.iter()
                     .map(|&run| job.step.runs[run].count)
                     .max()
@@ -353,15 +353,15 @@ fn rests<'b, E>(
     let per_out = job.heads * job.shape.dim_v;
     let (mut rest, mut others, mut first) = (states, out, 0);
     let tasks = job.step.runs[runs].iter().map(|run| {
-        let (found, after) = rest.split_at(job.size(run));
+        let (states, after) = rest.split_at(job.size(run));
         let (_, from) = std::mem::take(&mut others).split_at_mut((run.first_row - first) * per_out);
         let (out, beyond) = from.split_at_mut(run.count * per_out);
         (rest, others, first) = (after, beyond, run.first_row + run.count);
         let products = match job.parts_apart(run) == job.parts(run) {
-            true => found.len(),
+            true => states.len(),
             false => job.products(run),
         };
-        (products, Task::Rest { run, found, out })
+        (products, Task::Rest { run, states, out })
     });
     tasks.collect()
 }

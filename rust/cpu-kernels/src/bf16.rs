@@ -139,19 +139,19 @@ impl Arithmetic<u16, LANES> for Bf16 {
 
 impl KeyLanes<u16> for Bf16 {
     #[inline(always)]
-    fn make_room(&mut self, most_rows: usize) {
+    fn make_room(&mut self, max_rows: usize) {
         let (zeros, memory) = (Line([0.0; LANES]), &mut self.memory);
-        make_room(&mut memory.scores, most_rows * PER_ROW * HALVES, zeros);
-        make_room(&mut memory.weights, most_rows * PER_ROW, Line([0; LANES]));
-        make_room(&mut memory.sums, most_rows * vectors_of(self.dim_v), zeros);
+        make_room(&mut memory.scores, max_rows * PER_ROW * HALVES, zeros);
+        make_room(&mut memory.weights, max_rows * PER_ROW, Line([0; LANES]));
+        make_room(&mut memory.sums, max_rows * vectors_of(self.dim_v), zeros);
     }
 
     #[inline(always)]
     fn take_keys(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
-        let place = self.keys_of(tile);
+        let tile_lines = self.keys_of(tile);
         let keys = tiles.keys(tile).into_computed();
         // SAFETY: the machine has these instructions, as was looked up before this was chosen.
-        unsafe { turn_keys(&keys, &mut self.memory.keys[place]) };
+        unsafe { turn_keys(&keys, &mut self.memory.keys[tile_lines]) };
     }
 
     #[inline(always)]
@@ -177,10 +177,10 @@ impl KeyLanes<u16> for Bf16 {
 
     #[inline(always)]
     fn take_values(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
-        let place = self.values_of(tile);
+        let tile_lines = self.values_of(tile);
         let values = tiles.values(tile).into_computed();
         // SAFETY: as above.
-        unsafe { turn_values(&values, &mut self.memory.values[place]) };
+        unsafe { turn_values(&values, &mut self.memory.values[tile_lines]) };
     }
 
     #[inline(always)]
@@ -338,10 +338,10 @@ fn weigh_some<const R: usize, const N: usize>(
     first: usize,
 ) {
     let per_row = sums.len() / R;
-    let mut found = [[_mm512_setzero_ps(); N]; R];
+    let mut acc = [[_mm512_setzero_ps(); N]; R];
     for row in 0..R {
         for at in 0..N {
-            found[row][at] = __m512::load(&sums[row * per_row + first + at].0);
+            acc[row][at] = __m512::load(&sums[row * per_row + first + at].0);
         }
     }
     for (pair, values) in values.chunks_exact(per_row).enumerate() {
@@ -350,13 +350,13 @@ fn weigh_some<const R: usize, const N: usize>(
         for row in 0..R {
             let weight = pair_in_all(weights[row].0[pair]);
             for at in 0..N {
-                found[row][at] = _mm512_dpbf16_ps(found[row][at], values[at], weight);
+                acc[row][at] = _mm512_dpbf16_ps(acc[row][at], values[at], weight);
             }
         }
     }
     for row in 0..R {
         for at in 0..N {
-            found[row][at].store(&mut sums[row * per_row + first + at].0);
+            acc[row][at].store(&mut sums[row * per_row + first + at].0);
         }
     }
 }
@@ -430,11 +430,11 @@ fn turn_values(values: &[&[u16]; TILE], lines: &mut [Line<u32>]) {
 /// A row's sums in the order of its elements.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn give(found: &[Line<f32>], row: &mut [f32]) {
+fn give(lines: &[Line<f32>], row: &mut [f32]) {
     let lower = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
     let upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
-    for (found, elements) in found.as_chunks::<2>().0.iter().zip(row.chunks_mut(WIDTH)) {
-        let [low, high] = found.each_ref().map(|line| __m512::load(&line.0));
+    for (lines, elements) in lines.as_chunks::<2>().0.iter().zip(row.chunks_mut(WIDTH)) {
+        let [low, high] = lines.each_ref().map(|line| __m512::load(&line.0));
         for (index, elements) in [lower, upper].into_iter().zip(elements.as_chunks_mut().0) {
             _mm512_permutex2var_ps(low, index, high).store(elements);
         }

@@ -134,19 +134,19 @@ impl Arithmetic<u16, LANES> for Bf16Fma {
 
 impl KeyLanes<u16> for Bf16Fma {
     #[inline(always)]
-    fn make_room(&mut self, most_rows: usize) {
+    fn make_room(&mut self, max_rows: usize) {
         let (zeros, per_row) = (Line([0.0; LANES]), self.per_row());
         let memory = &mut self.memory;
-        make_room(&mut memory.scores, most_rows * PER_ROW * HALVES, zeros);
-        make_room(&mut memory.sums, most_rows * per_row, zeros);
+        make_room(&mut memory.scores, max_rows * PER_ROW * HALVES, zeros);
+        make_room(&mut memory.sums, max_rows * per_row, zeros);
     }
 
     #[inline(always)]
     fn take_keys(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
-        let place = self.keys_of(tile);
+        let tile_lines = self.keys_of(tile);
         let keys = tiles.keys(tile).into_computed();
         // SAFETY: the machine has these instructions, as was looked up before this was chosen.
-        unsafe { turn_keys(&keys, &mut self.memory.keys[place]) };
+        unsafe { turn_keys(&keys, &mut self.memory.keys[tile_lines]) };
     }
 
     #[inline(always)]
@@ -172,10 +172,10 @@ impl KeyLanes<u16> for Bf16Fma {
 
     #[inline(always)]
     fn take_values(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
-        let place = self.values_of(tile);
+        let tile_lines = self.values_of(tile);
         let values = tiles.values(tile).into_computed();
         // SAFETY: as above.
-        unsafe { widen_values(&values, &mut self.memory.values[place]) };
+        unsafe { widen_values(&values, &mut self.memory.values[tile_lines]) };
     }
 
     #[inline(always)]
@@ -187,8 +187,8 @@ impl KeyLanes<u16> for Bf16Fma {
     #[inline(always)]
     fn give(&self, row: usize, sums: &mut [f32]) {
         let per_row = self.per_row();
-        let found = &self.memory.sums[row * per_row..][..per_row];
-        for (sums, line) in sums.as_chunks_mut::<LANES>().0.iter_mut().zip(found) {
+        let lines = &self.memory.sums[row * per_row..][..per_row];
+        for (sums, line) in sums.as_chunks_mut::<LANES>().0.iter_mut().zip(lines) {
             *sums = line.0;
         }
     }
@@ -273,10 +273,10 @@ fn score<const R: usize>(queries: &[f32], keys: &[Line<f32>], scores: &mut [Line
     let queries = queries.map(|query| &query[..low.len()]);
     let mut sums = [[_mm512_setzero_ps(); HALVES]; R];
     for (pair, halves) in low.iter().zip(high).enumerate() {
-        for place in [1, 0] {
-            let keys = [&halves.0[place], &halves.1[place]].map(|line| __m512::load(&line.0));
+        for parity in [1, 0] {
+            let keys = [&halves.0[parity], &halves.1[parity]].map(|line| __m512::load(&line.0));
             for row in 0..R {
-                let query = _mm512_set1_ps(queries[row][pair][place]);
+                let query = _mm512_set1_ps(queries[row][pair][parity]);
                 for half in 0..HALVES {
                     sums[row][half] = _mm512_fmadd_ps(keys[half], query, sums[row][half]);
                 }
@@ -339,31 +339,31 @@ fn weigh_some<const R: usize, const N: usize>(
     first: usize,
 ) -> usize {
     let per_row = sums.len() / R;
-    let mut found = [[_mm512_setzero_ps(); N]; R];
+    let mut acc = [[_mm512_setzero_ps(); N]; R];
     for row in 0..R {
         for at in 0..N {
-            found[row][at] = __m512::load(&sums[row * per_row + first + at].0);
+            acc[row][at] = __m512::load(&sums[row * per_row + first + at].0);
         }
     }
     for (pair, values) in values.chunks_exact(2 * per_row).enumerate() {
-        for place in [1, 0] {
-            let values: &[Line<f32>; N] = values[place * per_row + first..]
+        for parity in [1, 0] {
+            let values: &[Line<f32>; N] = values[parity * per_row + first..]
                 .first_chunk()
                 .expect("there are so many");
             let values = values.each_ref().map(|line| __m512::load(&line.0));
-            let position = 2 * pair + place;
+            let position = 2 * pair + parity;
             for row in 0..R {
                 let weight = weights[row][position / LANES].0[position % LANES];
                 let weight = _mm512_set1_ps(weight);
                 for at in 0..N {
-                    found[row][at] = _mm512_fmadd_ps(values[at], weight, found[row][at]);
+                    acc[row][at] = _mm512_fmadd_ps(values[at], weight, acc[row][at]);
                 }
             }
         }
     }
     for row in 0..R {
         for at in 0..N {
-            found[row][at].store(&mut sums[row * per_row + first + at].0);
+            acc[row][at].store(&mut sums[row * per_row + first + at].0);
         }
     }
     N
@@ -439,7 +439,7 @@ mod tests {
                 job,
                 Task::Rest {
                     run,
-                    found: &[],
+                    states: &[],
                     out,
                 },
             );

@@ -144,8 +144,8 @@ fn find_slots<E>(
     while position < seen.end {
         let count = (size - position % size).min(seen.end - position);
         let slot = blocks[position / size] as usize * size + position % size;
-        for (at, place) in slots[position - first..][..count].iter_mut().enumerate() {
-            *place = slot + at;
+        for (at, target) in slots[position - first..][..count].iter_mut().enumerate() {
+            *target = slot + at;
         }
         position += count;
     }

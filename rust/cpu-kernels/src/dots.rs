@@ -9,7 +9,7 @@ use crate::lanes::Vector;
 /// `L` of them are meant.
 pub(crate) trait Dots<const L: usize>: Vector<L> {
     /// Rows whose sums stay in registers; plain Rust is compiled for few, because it is slow anyway.
-    const MOST_ROWS: usize;
+    const MAX_ROWS: usize;
 
     /// Four codes each of `L` outputs.
     type Codes: Copy;
@@ -26,9 +26,9 @@ pub(crate) trait Dots<const L: usize>: Vector<L> {
         plane: Self::Codes,
     ) -> Self::Codes;
 
-    /// `start` plus the products of `N` times four codes of at most `MOST` with as many numbers. With `MOST` 255, `start`
+    /// `start` plus the products of `N` times four codes of at most `MAX_CODE` with as many numbers. With `MAX_CODE` 255, `start`
     /// must be -128 times the sum of the numbers.
-    fn dot<const N: usize, const MOST: i32>(
+    fn dot<const N: usize, const MAX_CODE: i32>(
         codes: &[Self::Codes],
         numbers: &[[i8; 4]],
         start: i32,
@@ -70,7 +70,7 @@ pub(crate) fn widen_half(half: u16) -> f32 {
 
 /// In plain Rust.
 impl Dots<8> for [f32; 8] {
-    const MOST_ROWS: usize = 2;
+    const MAX_ROWS: usize = 2;
     type Codes = [[u8; 4]; 8];
 
     #[inline(always)]
@@ -100,7 +100,7 @@ impl Dots<8> for [f32; 8] {
     }
 
     #[inline(always)]
-    fn dot<const N: usize, const MOST: i32>(
+    fn dot<const N: usize, const MAX_CODE: i32>(
         codes: &[Self::Codes],
         numbers: &[[i8; 4]],
         start: i32,
@@ -182,16 +182,16 @@ impl Build {
         Self::Plain
     }
 
-    /// [`Dots::MOST_ROWS`].
-    pub(crate) fn most_rows(self) -> usize {
+    /// [`Dots::MAX_ROWS`].
+    pub(crate) fn max_rows(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Self::Vnni => <std::arch::x86_64::__m512 as Dots<16>>::MOST_ROWS,
+            Self::Vnni => <std::arch::x86_64::__m512 as Dots<16>>::MAX_ROWS,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => <std::arch::x86_64::__m256 as Dots<8>>::MOST_ROWS,
+            Self::Avx2 => <std::arch::x86_64::__m256 as Dots<8>>::MAX_ROWS,
             #[cfg(target_arch = "aarch64")]
-            Self::NeonDot => <[std::arch::aarch64::float32x4_t; 2] as Dots<8>>::MOST_ROWS,
-            Self::Plain => <[f32; 8] as Dots<8>>::MOST_ROWS,
+            Self::NeonDot => <[std::arch::aarch64::float32x4_t; 2] as Dots<8>>::MAX_ROWS,
+            Self::Plain => <[f32; 8] as Dots<8>>::MAX_ROWS,
         }
     }
 
@@ -282,7 +282,7 @@ mod arm {
     /// To be used only where the machine has products of bytes, as `Build` sees to it: that is what makes the calls below
     /// safe.
     impl Dots<8> for [float32x4_t; 2] {
-        const MOST_ROWS: usize = 4;
+        const MAX_ROWS: usize = 4;
         type Codes = [uint8x16_t; 2];
 
         #[inline(always)]
@@ -321,19 +321,19 @@ mod arm {
         }
 
         #[inline(always)]
-        fn dot<const N: usize, const MOST: i32>(
+        fn dot<const N: usize, const MAX_CODE: i32>(
             codes: &[[uint8x16_t; 2]],
             numbers: &[[i8; 4]],
             start: i32,
         ) -> Self {
             // SAFETY: see above.
             unsafe {
-                let mut sums = [vdupq_n_s32(if MOST == 255 { 0 } else { start }); 2];
+                let mut sums = [vdupq_n_s32(if MAX_CODE == 255 { 0 } else { start }); 2];
                 for at in 0..N {
                     let four = numbers[at].map(|number| number as u8);
                     let four = vdupq_n_s32(i32::from_ne_bytes(four));
                     for half in 0..2 {
-                        let codes = match MOST {
+                        let codes = match MAX_CODE {
                             255 => veorq_u8(codes[at][half], vdupq_n_u8(0x80)), // signed: they need no start
                             _ => codes[at][half],
                         };
@@ -416,7 +416,7 @@ mod x86 {
     /// To be used only where the machine has AVX2 and F16C, as `Build` sees to it: that is what makes the calls below
     /// safe.
     impl Dots<8> for __m256 {
-        const MOST_ROWS: usize = 4;
+        const MAX_ROWS: usize = 4;
         type Codes = __m256i;
 
         #[inline(always)]
@@ -458,7 +458,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn dot<const N: usize, const MOST: i32>(
+        fn dot<const N: usize, const MAX_CODE: i32>(
             codes: &[__m256i],
             numbers: &[[i8; 4]],
             start: i32,
@@ -466,7 +466,7 @@ mod x86 {
             // SAFETY: see above.
             unsafe {
                 let ones = _mm256_set1_epi16(1);
-                if MOST == 255 {
+                if MAX_CODE == 255 {
                     // Pairs of such products do not fit 16 bits: signed codes do, and need no start.
                     let mut sums = _mm256_setzero_si256();
                     for at in 0..N {
@@ -478,7 +478,7 @@ mod x86 {
                     }
                     return _mm256_cvtepi32_ps(sums);
                 }
-                let together = const { (32767 / (2 * 127 * MOST)) as usize };
+                let together = const { (32767 / (2 * 127 * MAX_CODE)) as usize };
                 let mut sums = _mm256_set1_epi32(start);
                 let mut first = 0;
                 while first < N {
@@ -539,7 +539,7 @@ mod x86 {
 
     /// To be used only where the machine has AVX-512 with VNNI, as above.
     impl Dots<16> for __m512 {
-        const MOST_ROWS: usize = 16;
+        const MAX_ROWS: usize = 16;
         type Codes = __m512i;
 
         #[inline(always)]
@@ -581,7 +581,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn dot<const N: usize, const MOST: i32>(
+        fn dot<const N: usize, const MAX_CODE: i32>(
             codes: &[__m512i],
             numbers: &[[i8; 4]],
             start: i32,
@@ -658,10 +658,13 @@ mod tests {
             } else {
                 magnitude
             };
-            let found = widen_half(half);
-            assert_eq!(found.is_nan(), expected.is_nan());
-            assert!(found.is_nan() || f64::from(found) == expected, "{half:#x}");
-            assert!(found.is_nan() || found.is_sign_negative() == (half >> 15 == 1));
+            let widened = widen_half(half);
+            assert_eq!(widened.is_nan(), expected.is_nan());
+            assert!(
+                widened.is_nan() || f64::from(widened) == expected,
+                "{half:#x}"
+            );
+            assert!(widened.is_nan() || widened.is_sign_negative() == (half >> 15 == 1));
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::logits::{Groups, key, nth_largest};
 use crate::step::{above_zero, same_length};
 
 /// Logits of a thread, at least.
-pub(crate) const LEAST: usize = 1 << 15;
+pub(crate) const MIN_TASK: usize = 1 << 15;
 
 /// Weights whose sum is kept.
 const BLOCK: usize = 256;
@@ -95,7 +95,7 @@ impl Attention {
     ) -> Result<(), Error> {
         let count = check_logits(logits, vocab_size)?;
         let rows = check_indices("rows", draws.rows, count)?;
-        for (name, found) in [
+        for (name, len) in [
             ("temperature", draws.temperature.len()),
             ("min_p", draws.min_p.len()),
             ("top_k", draws.top_k.len()),
@@ -103,7 +103,7 @@ impl Attention {
             ("numbers", draws.numbers.len()),
             ("out", out.len()),
         ] {
-            same_length(name, rows.len(), found)?;
+            same_length(name, rows.len(), len)?;
         }
         let tasks = rows
             .into_iter()
@@ -145,7 +145,7 @@ impl Attention {
         thread_local! {
             static MEMORY: RefCell<Memory> = RefCell::default();
         }
-        let worthwhile = (tasks.len() * vocab_size / LEAST).max(1);
+        let worthwhile = (tasks.len() * vocab_size / MIN_TASK).max(1);
         let num_threads = self.threads().count().min(tasks.len()).min(worthwhile);
         self.threads().share_out(num_threads, tasks, |task| {
             MEMORY.with_borrow_mut(|memory| work(task, memory));
@@ -205,7 +205,7 @@ impl<E: Element> InEachBuild for Largest<'_, E> {
     fn run(self) {
         let groups = &mut self.memory.groups;
         let peak = groups.scan(self.row);
-        *self.token = groups.place(self.row, peak) as i64;
+        *self.token = groups.index_of(self.row, peak) as i64;
     }
 }
 
@@ -239,7 +239,7 @@ impl<E: Element> InEachBuild for Draw<'_, E> {
             true => memory.draw(row, peak, settings),
             false => None,
         };
-        *token = drawn.unwrap_or_else(|| memory.groups.place(row, peak)) as i64;
+        *token = drawn.unwrap_or_else(|| memory.groups.index_of(row, peak)) as i64;
     }
 }
 
@@ -249,7 +249,7 @@ impl Memory {
     fn draw<E: Element>(&mut self, row: &[E], peak: f32, settings: Settings) -> Option<usize> {
         let weigh = Weigh::new(peak, settings);
         let mut floats = std::mem::take(&mut self.floats);
-        let mut place = None;
+        let mut index = None;
         let bound = self.bound(peak, settings);
         if bound.is_some_and(|it| self.groups.reaching(row, it, &mut self.ids)) {
             floats.clear();
@@ -257,13 +257,13 @@ impl Memory {
             let is_bare_nucleus = settings.min_p <= 0.0 && settings.top_k == 0;
             let total = is_bare_nucleus.then(|| weigh.total(row));
             let among = self.draw_from(&floats, &weigh, total);
-            place = among.map(|place| self.ids[place] as usize);
+            index = among.map(|index| self.ids[index] as usize);
         }
-        if place.is_none() {
-            place = self.draw_from(E::floats(row, &mut floats), &weigh, None);
+        if index.is_none() {
+            index = self.draw_from(E::floats(row, &mut floats), &weigh, None);
         }
         self.floats = floats;
-        place
+        index
     }
 
     /// A logit that all tokens reach which pass min-p and top-k; or the head of a row, in which its nucleus is likely.
@@ -367,17 +367,17 @@ impl Memory {
         let block = self.sums.iter().position(|&sum| sum > target)?;
         let first = block * BLOCK;
         let mut reached = block.checked_sub(1).map_or(0.0, |before| self.sums[before]);
-        let mut place = None; // the last one with a weight if the block's sum was rounded up
+        let mut index = None; // the last one with a weight if the block's sum was rounded up
         for (at, &weight) in self.weights[first..].iter().take(BLOCK).enumerate() {
             if weight > 0.0 {
-                place = Some(first + at);
+                index = Some(first + at);
                 reached += weight;
             }
             if reached > target {
                 break;
             }
         }
-        place
+        index
     }
 }
 

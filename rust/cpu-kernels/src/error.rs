@@ -4,12 +4,12 @@ use std::fmt;
 
 use crate::isa::Isa;
 
-/// Arrays or options that do not fit. The call that gave it has written nothing.
+/// Invalid arrays or options. The call has written nothing.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Error {
     /// A number of threads, of heads, a dimension, a block size or a window is zero.
     Zero(&'static str),
-    /// An array has another number of elements than the others ask for.
+    /// The length of an array contradicts the other arrays.
     Length {
         /// The array.
         name: &'static str,
@@ -18,9 +18,9 @@ pub enum Error {
         /// Its length.
         found: usize,
     },
-    /// Sizes whose product does not fit this machine's addresses.
+    /// The product of the sizes exceeds the address space.
     TooLarge,
-    /// Memory for a weight that the system does not give.
+    /// Memory for a weight cannot be allocated.
     OutOfMemory {
         /// Its size.
         bytes: usize,
@@ -32,7 +32,7 @@ pub enum Error {
         /// Heads of the cache.
         kv: usize,
     },
-    /// `starts` does not begin with 0, or falls.
+    /// `query_start_loc` does not begin with 0, or decreases.
     Starts {
         /// Index in the array.
         at: usize,
@@ -66,7 +66,7 @@ pub enum Error {
         /// Blocks of the cache.
         num_blocks: usize,
     },
-    /// A prefix that does not lie in its parent, or that its sequences' block tables do not share.
+    /// A prefix outside its parent, or one that its sequences' block tables do not share.
     Prefix {
         /// Index of the prefix.
         prefix: usize,
@@ -80,7 +80,7 @@ pub enum Error {
         /// Slots of the cache.
         num_slots: usize,
     },
-    /// An index beyond what it counts: a row, a token, or a number of tokens.
+    /// An index out of range: of a row, of a token, or a number of tokens.
     Index {
         /// The array of indices.
         name: &'static str,
@@ -88,10 +88,10 @@ pub enum Error {
         at: usize,
         /// The value.
         value: i64,
-        /// Values there are, from 0 on.
+        /// The valid values are below it.
         count: usize,
     },
-    /// An output that a weight does not have.
+    /// An output out of range.
     Output {
         /// Index in the array.
         at: usize,
@@ -100,30 +100,30 @@ pub enum Error {
         /// Outputs of the weight.
         num_outputs: usize,
     },
-    /// Inputs of a quantised weight that are not whole blocks.
+    /// The inputs of a quantised weight are not whole blocks.
     Inputs {
         /// Their number.
         in_features: usize,
         /// Weights of a block.
         block: usize,
     },
-    /// A size of groups that is not known.
+    /// An unsupported group size.
     GroupSize(usize),
-    /// A quantised weight's scale or minimum that is infinite or not a number.
+    /// A scale or minimum of a quantised weight is infinite or NaN.
     Scale {
         /// The output.
         output: usize,
         /// The first input that it scales.
         input: usize,
     },
-    /// A weight that is infinite or not a number.
+    /// A weight is infinite or NaN.
     Weight {
         /// Its output.
         output: usize,
         /// Its input.
         input: usize,
     },
-    /// A cache of other blocks than the step was made for.
+    /// The cache has other blocks than the step.
     OtherCache {
         /// Number and size of the cache's blocks.
         found: (usize, usize),
@@ -132,23 +132,23 @@ pub enum Error {
     },
     /// A soft cap that is not above 0.
     Softcap(f32),
-    /// Numbers of a head to be turned that are odd, none, or more than the head has; or a step of 0.
+    /// An odd number of rotated numbers, none, or more than a head has; or a step of 0.
     Layout {
-        /// Numbers to be turned.
+        /// Rotated numbers of a head.
         size: usize,
         /// Columns from one angle to the next.
         step: usize,
         /// Numbers of a head.
         dim: usize,
     },
-    /// Threads that the system does not give.
+    /// Threads cannot be started.
     Threads(String),
-    /// [`Isa::SWITCH`] names no level of instructions.
+    /// [`Isa::SWITCH`] names no instruction level.
     UnknownIsa(String),
-    /// A level of instructions that this machine lacks.
+    /// The processor lacks an instruction level.
     Isa {
         /// The level.
-        asked: Isa,
+        requested: Isa,
         /// The best that the machine has.
         best: Isa,
     },
@@ -165,19 +165,19 @@ impl fmt::Display for Error {
             } => {
                 write!(
                     f,
-                    "{name} has {found} elements, the other arrays ask for {expected}"
+                    "{name} has {found} elements, the other arrays require {expected}"
                 )
             }
-            Self::TooLarge => write!(f, "the product of the sizes is beyond this machine"),
+            Self::TooLarge => write!(f, "the product of the sizes exceeds the address space"),
             Self::OutOfMemory { bytes } => {
-                write!(f, "the system gives no memory for {bytes} bytes of weights")
+                write!(f, "cannot allocate {bytes} bytes for weights")
             }
             Self::Heads { query, kv } => {
                 write!(f, "{query} query heads cannot share {kv} KV heads evenly")
             }
             Self::Starts { at, value } => write!(
                 f,
-                "query_start_loc[{at}]={value}: it begins with 0 and never falls"
+                "query_start_loc[{at}]={value}: it must begin with 0 and never decrease"
             ),
             Self::SeqLen { sequence, len, new } => write!(
                 f,
@@ -201,8 +201,8 @@ impl fmt::Display for Error {
             ),
             Self::Prefix { prefix } => write!(
                 f,
-                "prefix {prefix} does not begin where its parent ends, or its sequences do not have its \
-                 blocks in common before their new tokens: give what StepPlan.fill wrote for these tables"
+                "prefix {prefix} does not begin where its parent ends, or its sequences do not share its \
+                 blocks before their new tokens: pass the arrays that StepPlan.fill wrote for these tables"
             ),
             Self::Slot {
                 row,
@@ -228,7 +228,7 @@ impl fmt::Display for Error {
                 at,
                 value,
                 count,
-            } => write!(f, "{name}[{at}]={value} is not below {count}, or negative"),
+            } => write!(f, "{name}[{at}]={value} is not in 0..{count}"),
             Self::Output {
                 at,
                 output,
@@ -240,7 +240,7 @@ impl fmt::Display for Error {
             ),
             Self::Inputs { in_features, block } => write!(
                 f,
-                "in_features={in_features}: it must be a multiple of {block}, the weights of a block"
+                "in_features={in_features}: it must be a multiple of the block size, {block}"
             ),
             Self::GroupSize(size) => write!(f, "group_size={size}: use 32, 64 or 128"),
             Self::Scale { output, input } => write!(
@@ -258,10 +258,10 @@ impl fmt::Display for Error {
                 Isa::SWITCH,
                 Isa::ALL.map(Isa::name).join(", ")
             ),
-            Self::Isa { asked, best } => write!(
+            Self::Isa { requested, best } => write!(
                 f,
                 "this processor has no {}: the best level it has is {}",
-                asked.name(),
+                requested.name(),
                 best.name()
             ),
         }

@@ -50,9 +50,9 @@ mod tests {
     use super::*;
 
     fn units(x: f64) -> f64 {
-        let (found, expected) = (exp(x), x.exp());
+        let (actual, expected) = (exp(x), x.exp());
         let unit = expected.next_up() - expected;
-        (found - expected).abs() / unit
+        (actual - expected).abs() / unit
     }
 
     #[test]

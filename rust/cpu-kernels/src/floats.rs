@@ -128,16 +128,16 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> Arithmetic<E, LANES> for F
 
 impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, SUMS> {
     #[inline(always)]
-    fn make_room(&mut self, most_rows: usize) {
+    fn make_room(&mut self, max_rows: usize) {
         let per_row = self.per_row();
         let memory = &mut self.memory;
-        make_room(&mut memory.scores, most_rows * PER_ROW * TILE);
-        make_room(&mut memory.sums, most_rows * per_row * LANES);
+        make_room(&mut memory.scores, max_rows * PER_ROW * TILE);
+        make_room(&mut memory.sums, max_rows * per_row * LANES);
     }
 
     #[inline(always)]
     fn take_keys(&mut self, tiles: &Tiles<'_, E>, tile: usize) {
-        let (place, size) = (self.keys_of(tile), self.dim_k);
+        let (tile_vectors, size) = (self.keys_of(tile), self.dim_k);
         let keys = tiles.keys(tile);
         let Memory {
             wide,
@@ -159,19 +159,19 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, 
                 None => &wide[at * size..][..size],
             };
         }
-        turn_keys::<V>(&rows, &mut vectors_mut(columns)[place]);
+        turn_keys::<V>(&rows, &mut vectors_mut(columns)[tile_vectors]);
     }
 
     #[inline(always)]
     fn score(&mut self, vector: usize, num_rows: usize, tile: usize) {
-        let place = self.keys_of(tile);
+        let tile_vectors = self.keys_of(tile);
         let Memory {
             queries,
             keys,
             scores,
             ..
         } = &mut self.memory;
-        let keys = &vectors(keys)[place];
+        let keys = &vectors(keys)[tile_vectors];
         let size = self.dim_k;
         let queries = &queries.elements()[vector * LANES * size..][..num_rows * size];
         let scores = vectors_mut(scores);
@@ -215,13 +215,13 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, 
 
     #[inline(always)]
     fn take_values(&mut self, tiles: &Tiles<'_, E>, tile: usize) {
-        let (place, per_row, dim) = (self.values_of(tile), self.per_row(), self.dim_v);
+        let (tile_vectors, per_row, dim) = (self.values_of(tile), self.per_row(), self.dim_v);
         if tiles.are_floats() && dim.is_multiple_of(LANES) {
             return;
         }
         let values = tiles.values(tile);
-        make_room(&mut self.memory.values, place.end * LANES);
-        let rows = &mut vectors_mut(&mut self.memory.values)[place];
+        make_room(&mut self.memory.values, tile_vectors.end * LANES);
+        let rows = &mut vectors_mut(&mut self.memory.values)[tile_vectors];
         for at in tiles.near(tile) {
             let row = rows[at * per_row..][..per_row].as_flattened_mut();
             values.widen(at, &mut row[..dim]);
@@ -231,7 +231,7 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, 
 
     #[inline(always)]
     fn weigh(&mut self, tiles: &Tiles<'_, E>, bounds: &Bounds<LANES>, tile: usize) {
-        let (place, per_row) = (self.values_of(tile), self.per_row());
+        let (tile_vectors, per_row) = (self.values_of(tile), self.per_row());
         let is_even = self.dim_v.is_multiple_of(LANES);
         let Memory {
             values: kept,
@@ -244,7 +244,7 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, 
         for (at, row) in rows.iter_mut().enumerate() {
             *row = match values.in_place(at) {
                 Some(value) if is_even => &value.as_chunks().0[..per_row],
-                _ => &vectors(kept)[place.clone()][at * per_row..][..per_row],
+                _ => &vectors(kept)[tile_vectors.clone()][at * per_row..][..per_row],
             };
         }
         let start = tiles.start_of(tile);
@@ -270,8 +270,8 @@ impl<E: Element, V: Vector<LANES>, const SUMS: usize> KeyLanes<E> for Floats<V, 
     #[inline(always)]
     fn give(&self, row: usize, sums: &mut [f32]) {
         let size = self.per_row() * LANES;
-        let found = &self.memory.sums.elements()[row * size..][..sums.len()];
-        sums.copy_from_slice(found);
+        let own = &self.memory.sums.elements()[row * size..][..sums.len()];
+        sums.copy_from_slice(own);
     }
 }
 
@@ -410,11 +410,11 @@ fn weigh_some<V: Vector<LANES>, const R: usize, const N: usize, const SOME: bool
     per_row: usize,
     first: usize,
 ) -> usize {
-    let mut found = [[V::splat(0.0); N]; R];
+    let mut acc = [[V::splat(0.0); N]; R];
     for row in 0..R {
         let sums = &sums[row * per_row + first..][..N];
         for at in 0..N {
-            found[row][at] = V::load(&sums[at]);
+            acc[row][at] = V::load(&sums[at]);
         }
     }
     let values = &values[near.clone()];
@@ -429,9 +429,9 @@ fn weigh_some<V: Vector<LANES>, const R: usize, const N: usize, const SOME: bool
         for at in 0..N {
             let value = V::load(&value[at]);
             for row in 0..R {
-                let sum = value.multiply_add(weight[row], found[row][at]);
-                found[row][at] = match SOME {
-                    true => sum.where_it_weighs(weight[row], found[row][at]),
+                let sum = value.multiply_add(weight[row], acc[row][at]);
+                acc[row][at] = match SOME {
+                    true => sum.where_it_weighs(weight[row], acc[row][at]),
                     false => sum,
                 };
             }
@@ -440,7 +440,7 @@ fn weigh_some<V: Vector<LANES>, const R: usize, const N: usize, const SOME: bool
     for row in 0..R {
         let sums = &mut sums[row * per_row + first..][..N];
         for at in 0..N {
-            found[row][at].store(&mut sums[at]);
+            acc[row][at].store(&mut sums[at]);
         }
     }
     N

@@ -30,8 +30,8 @@ const WIDTH: usize = QUAD * LANES;
 const QUADS: usize = TILE / QUAD;
 
 /// Products of which 32 bits hold the sum.
-const MOST_DIMS: usize = i32::MAX as usize / (LARGEST as usize * i16::MAX as usize);
-const _: () = assert!(PART <= MOST_DIMS);
+const MAX_DIMS: usize = i32::MAX as usize / (LARGEST as usize * i16::MAX as usize);
+const _: () = assert!(PART <= MAX_DIMS);
 
 /// Queries, and a tile as the instruction wants it; of several vectors of rows, a part.
 pub(crate) struct Int8 {
@@ -79,7 +79,7 @@ impl Drop for Int8 {
 impl Int8 {
     /// Whether it is for a cache of this shape, on this machine.
     pub(crate) fn takes(shape: &CacheShape) -> bool {
-        let has_sums = shape.dim_k <= MOST_DIMS;
+        let has_sums = shape.dim_k <= MAX_DIMS;
         let is_even = shape.dim_k.is_multiple_of(32) && shape.dim_v.is_multiple_of(LANES);
         has_sums && is_even && is_x86_feature_detected!("avx512vnni")
     }
@@ -161,22 +161,22 @@ impl Arithmetic<u16, LANES> for Int8 {
 
 impl KeyLanes<u16> for Int8 {
     #[inline(always)]
-    fn make_room(&mut self, most_rows: usize) {
+    fn make_room(&mut self, max_rows: usize) {
         let (zeros, memory) = (Line([0.0; LANES]), &mut self.memory);
-        make_room(&mut memory.scores, most_rows * PER_ROW * HALVES, zeros);
-        make_room(&mut memory.weights, most_rows * PER_ROW, Line([0; LANES]));
-        let num_sums = most_rows * vectors_of(self.dim_v);
+        make_room(&mut memory.scores, max_rows * PER_ROW * HALVES, zeros);
+        make_room(&mut memory.weights, max_rows * PER_ROW, Line([0; LANES]));
+        let num_sums = max_rows * vectors_of(self.dim_v);
         make_room(&mut memory.sums, num_sums, Line([0; LANES]));
     }
 
     #[inline(always)]
     fn take_keys(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
-        let place = self.keys_of(tile);
+        let tile_lines = self.keys_of(tile);
         let (keys, values) = (tiles.keys(tile).into_int8(), tiles.values(tile).into_int8());
         take_scales(&keys, &mut self.memory.scales[0][scales_of(tile)]);
         take_scales(&values, &mut self.memory.scales[1][scales_of(tile)]);
         // SAFETY: the machine has these instructions, as was looked up before this was chosen.
-        unsafe { turn_keys(&keys, &mut self.memory.keys[place]) };
+        unsafe { turn_keys(&keys, &mut self.memory.keys[tile_lines]) };
     }
 
     #[inline(always)]
@@ -202,10 +202,10 @@ impl KeyLanes<u16> for Int8 {
 
     #[inline(always)]
     fn take_values(&mut self, tiles: &Tiles<'_, u16>, tile: usize) {
-        let place = self.values_of(tile);
+        let tile_lines = self.values_of(tile);
         let values = tiles.values(tile).into_int8();
         // SAFETY: as above.
-        unsafe { turn_values(&values, &mut self.memory.values[place]) };
+        unsafe { turn_values(&values, &mut self.memory.values[tile_lines]) };
     }
 
     #[inline(always)]
@@ -217,9 +217,9 @@ impl KeyLanes<u16> for Int8 {
     #[inline(always)]
     fn give(&self, row: usize, sums: &mut [f32]) {
         let per_row = vectors_of(self.dim_v);
-        let found = &self.memory.sums[row * per_row..][..per_row];
+        let lines = &self.memory.sums[row * per_row..][..per_row];
         // SAFETY: as above.
-        unsafe { give(found, self.memory.weight_scales[row], sums) };
+        unsafe { give(lines, self.memory.weight_scales[row], sums) };
     }
 }
 
@@ -389,20 +389,20 @@ fn soften(
     scales: &[Line<f32>],
 ) -> (f32, f32, f32) {
     let (factors, references) = measure(how, largest);
-    let (mut total, mut most) = (_mm512_setzero_ps(), _mm512_setzero_si512());
+    let (mut total, mut largest) = (_mm512_setzero_ps(), _mm512_setzero_si512());
     for (score, scale) in scores.iter_mut().zip(scales) {
         let weight = weight(__m512::load(&score.0), factors, references);
         total = _mm512_add_ps(total, weight);
         // Not NaN where the weight is 0: what a row does not see is not its own.
         let weighs = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
         let scaled = _mm512_maskz_mul_ps(weighs, weight, __m512::load(&scale.0));
-        most = _mm512_max_epu32(most, _mm512_castps_si512(scaled)); // none is negative but NaN
+        largest = _mm512_max_epu32(largest, _mm512_castps_si512(scaled)); // none is negative but NaN
         scaled.store(&mut score.0);
     }
     (
         _mm512_cvtss_f32(references),
         _mm512_reduce_add_ps(total),
-        f32::from_bits(_mm512_reduce_max_epu32(most)),
+        f32::from_bits(_mm512_reduce_max_epu32(largest)),
     )
 }
 
@@ -437,10 +437,10 @@ fn weigh<'w, const R: usize>(
     let weights: [&Line<u32>; R] = std::array::from_fn(weights);
     let per_row = sums.len() / R;
     for first in (0..per_row).step_by(QUAD) {
-        let mut found = [[_mm512_setzero_si512(); QUAD]; R];
+        let mut acc = [[_mm512_setzero_si512(); QUAD]; R];
         for row in 0..R {
             for at in 0..QUAD {
-                found[row][at] = load(&sums[row * per_row + first + at]);
+                acc[row][at] = load(&sums[row * per_row + first + at]);
             }
         }
         for (quad, values) in values.chunks_exact(per_row).enumerate() {
@@ -452,7 +452,7 @@ fn weigh<'w, const R: usize>(
                     for (half, values) in values.into_iter().enumerate() {
                         let weight = weights[row].0[2 * quad + half];
                         let weight = _mm512_set1_epi32(weight.cast_signed());
-                        found[row][at] = _mm512_dpwssd_epi32(found[row][at], values, weight);
+                        acc[row][at] = _mm512_dpwssd_epi32(acc[row][at], values, weight);
                     }
                 }
             }
@@ -461,7 +461,7 @@ fn weigh<'w, const R: usize>(
             for at in 0..QUAD {
                 let sum = &mut sums[row * per_row + first + at];
                 // SAFETY: 64 bytes are written.
-                unsafe { _mm512_store_si512(sum.0.as_mut_ptr().cast(), found[row][at]) };
+                unsafe { _mm512_store_si512(sum.0.as_mut_ptr().cast(), acc[row][at]) };
             }
         }
     }
@@ -544,14 +544,14 @@ fn turn_values(values: &[&[i8]; TILE], lines: &mut [Line<u32>]) {
 /// A row's sums times `scale`, in the order of its elements.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn give(found: &[Line<i32>], scale: f32, row: &mut [f32]) {
-    for (found, elements) in found
+fn give(lines: &[Line<i32>], scale: f32, row: &mut [f32]) {
+    for (lines, elements) in lines
         .as_chunks::<QUAD>()
         .0
         .iter()
         .zip(row.chunks_mut(WIDTH))
     {
-        let [a, b, c, d] = found
+        let [a, b, c, d] = lines
             .each_ref()
             .map(|line| _mm512_cvtepi32_ps(load(line)).multiply(_mm512_set1_ps(scale)));
         let (ab, cd) = (

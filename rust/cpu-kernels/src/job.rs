@@ -13,7 +13,7 @@ pub(crate) const HEADER: usize = 2;
 
 /// Floats of partial states before they are merged, about: long prefills over long contexts would
 /// need a gigabyte.
-const MOST_STATES: usize = 4 << 20;
+const MAX_STATES: usize = 4 << 20;
 
 /// Rows of a run that are divided among threads as soon as they are more than a thread's share.
 const FEW_ROWS: usize = 16;
@@ -102,7 +102,7 @@ impl<E> Job<'_, E> {
         let (mut end, mut size) = (first, 0);
         for run in &self.step.runs[first..] {
             let more = self.size(run);
-            if end > first && size + more > MOST_STATES {
+            if end > first && size + more > MAX_STATES {
                 break;
             }
             (end, size) = (end + 1, size + more);
@@ -136,7 +136,7 @@ pub(crate) enum Task<'a, 'b, E> {
     /// The rest of a run, with the states of its first parts, and the position of its rows.
     Rest {
         run: &'b Run,
-        found: &'b [f32],
+        states: &'b [f32],
         out: &'b mut [E],
     },
 }

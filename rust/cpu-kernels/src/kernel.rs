@@ -54,7 +54,7 @@ pub(crate) fn work<E: Element, A: Arithmetic<E, L>, const L: usize, const IS_RES
 ) {
     match task {
         Task::Part { part, members } if !IS_REST => attend::<E, A, L>(job, part, members),
-        Task::Rest { run, found, out } if IS_REST => complete::<E, A, L>(job, run, found, out),
+        Task::Rest { run, states, out } if IS_REST => complete::<E, A, L>(job, run, states, out),
         _ => unreachable!("the task is of the other kind"),
     }
 }
@@ -78,29 +78,30 @@ fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
     }
 }
 
-/// `found`, of the run's first parts, is `[parts, rows, query heads, state_len]`; `out` `[rows, query heads, dim_v]`.
+/// Attends with a run's rows over the parts after the first ones, and writes `out`, `[rows, query heads, dim_v]`.
+/// `first_states`: of the first parts, `[parts, rows, query heads, state_len]`.
 #[inline(always)]
 fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,
     run: &Run,
-    found: &[f32],
+    first_states: &[f32],
     out: &mut [E],
 ) {
-    let num_found = found.len() / (run.count * job.per_row());
+    let num_first = first_states.len() / (run.count * job.per_row());
     let parts = job.parts(run);
-    let rest = parts.start + num_found..parts.end;
+    let rest = parts.start + num_first..parts.end;
     if rest.is_empty() {
-        return finish_rows(job, found, run.count, out);
+        return finish_rows(job, first_states, run.count, out);
     }
     let mut rows = Rows::<A, L>::of(job, std::iter::once(run));
     let (mut sums, mut states) = (rows.states(job, job.shape.kv_heads), rows.states(job, 1));
     let size = rows.size(job);
     let sums = vectors_in::<L>(&mut sums, job.shape.kv_heads * size);
     let states = vectors_in::<L>(&mut states, size);
-    let first_is_all = num_found == 0 && job.sinks.is_none();
+    let first_is_all = num_first == 0 && job.sinks.is_none();
     if !first_is_all {
         for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
-            rows.begin(job, kv_head, found, run.count, sums);
+            rows.begin(job, kv_head, first_states, run.count, sums);
         }
     }
     // Heads are adjacent: reading one head's part also caches some of the next head's.
@@ -108,8 +109,8 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
         for (kv_head, sums) in sums.chunks_exact_mut(size).enumerate() {
             rows.take_queries(job, kv_head);
             let is_first = first_is_all && part == rest.start;
-            let found = if is_first { &mut *sums } else { &mut *states };
-            rows.attend_part(job, kv_head, part, found);
+            let target = if is_first { &mut *sums } else { &mut *states };
+            rows.attend_part(job, kv_head, part, target);
             if !is_first {
                 rows.merge(job, states, sums);
             }
@@ -140,7 +141,7 @@ struct Row {
 impl Row {
     /// Its index in `[rows, query heads]` of its run.
     #[inline(always)]
-    fn place<E>(&self, job: &Job<'_, E>, kv_head: usize) -> usize {
+    fn index<E>(&self, job: &Job<'_, E>, kv_head: usize) -> usize {
         self.row * job.heads + kv_head * job.group + self.head
     }
 }
@@ -232,13 +233,13 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         self.arithmetic.attend(how, &tiles, &self.vectors, states);
     }
 
-    /// Merges the states `found` in the first parts, `[parts, count, query heads, state_len]`, into `sums`.
+    /// Merges the states of the first parts, `[parts, count, query heads, state_len]`, into `sums`.
     #[inline(always)]
     fn begin<E: Element>(
         &self,
         job: &Job<'_, E>,
         kv_head: usize,
-        found: &[f32],
+        first_states: &[f32],
         count: usize,
         sums: &mut [[f32; L]],
     ) where
@@ -255,10 +256,10 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
                 for (lanes, float) in header.iter_mut().zip(nothing) {
                     lanes[lane] = float;
                 }
-                if found.is_empty() {
+                if first_states.is_empty() {
                     continue;
                 }
-                gather(job, found, count, row.place(job, kv_head), &mut own);
+                gather(job, first_states, count, row.index(job, kv_head), &mut own);
                 for (lanes, &float) in header.iter_mut().zip(&own) {
                     lanes[lane] = float;
                 }
@@ -431,7 +432,7 @@ fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
 ) {
     let size = state_len(job.shape.dim_v);
     give::<A, E, L>(job, rows, states, |row, header, sums| {
-        let state = &mut members[row.member].1[row.place(job, kv_head) * size..][..size];
+        let state = &mut members[row.member].1[row.index(job, kv_head) * size..][..size];
         state[..HEADER].copy_from_slice(&header);
         state[HEADER..].copy_from_slice(sums);
     });
@@ -451,7 +452,7 @@ fn give_rows<E: Element, A: Arithmetic<E, L>, const L: usize>(
         divide(
             sums,
             total,
-            &mut out[row.place(job, kv_head) * dim..][..dim],
+            &mut out[row.index(job, kv_head) * dim..][..dim],
         );
     });
 }

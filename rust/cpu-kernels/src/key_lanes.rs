@@ -22,7 +22,7 @@ pub(crate) const TOGETHER: usize = 4;
 /// The products, and the memory between them. Rows and tiles are counted in the vector and in the part.
 pub(crate) trait KeyLanes<E> {
     /// For vectors of this number of rows.
-    fn make_room(&mut self, most_rows: usize);
+    fn make_room(&mut self, max_rows: usize);
 
     /// Turns the keys of a tile.
     fn take_keys(&mut self, tiles: &Tiles<'_, E>, tile: usize);
@@ -60,12 +60,12 @@ pub(crate) fn attend<E>(
     vectors: &[Bounds<LANES>],
     states: &mut [[f32; LANES]],
 ) {
-    let (most_rows, num_tiles) = (vectors[0].num_rows, tiles.len());
-    products.make_room(most_rows);
+    let (max_rows, num_tiles) = (vectors[0].num_rows, tiles.len());
+    products.make_room(max_rows);
     for tile in 0..num_tiles {
         tiles.fetch_after(tile);
         products.take_keys(tiles, tile);
-        products.score(0, most_rows, tile);
+        products.score(0, max_rows, tile);
     }
     let size = states.len() / vectors.len();
     let dim_v = size - state_len(0);
@@ -131,14 +131,14 @@ mod x86 {
             if !is_factor(how) {
                 capped(how, &mut score.0);
             }
-            let mut found = __m512::load(&score.0);
+            let mut scores = __m512::load(&score.0);
             if !bounds.is_whole(start + (first + at / HALVES) * TILE) {
                 let position = first * TILE + at * LANES;
                 let is_seen = seen(start + position, bounds, lane);
-                found = _mm512_mask_blend_ps(is_seen, nothing, found);
-                found.store(&mut score.0);
+                scores = _mm512_mask_blend_ps(is_seen, nothing, scores);
+                scores.store(&mut score.0);
             }
-            largest = _mm512_max_ps(found, largest);
+            largest = _mm512_max_ps(scores, largest);
         }
         _mm512_reduce_max_ps(largest)
     }
@@ -147,11 +147,11 @@ mod x86 {
     #[target_feature(enable = "avx512f")]
     #[inline]
     pub(crate) fn seen(position: usize, bounds: &Bounds<LANES>, lane: usize) -> __mmask16 {
-        let places = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        let positions = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
         let [low, high] =
             [bounds.lows, bounds.highs].map(|ends| _mm512_set1_epi32(ends[lane] - position as i32));
-        let is_seen = _mm512_cmple_epi32_mask(low, places);
-        _mm512_mask_cmplt_epi32_mask(is_seen, places, high)
+        let is_seen = _mm512_cmple_epi32_mask(low, positions);
+        _mm512_mask_cmplt_epi32_mask(is_seen, positions, high)
     }
 
     /// Whether scores are to be multiplied only, which powers of 2 do on their way.

@@ -129,7 +129,7 @@ impl Vector<8> for [f32; 8] {
 
     #[inline(always)]
     fn widened_bytes(fours: &[u32; 8]) -> [Self; 4] {
-        std::array::from_fn(|place| fours.map(|four| widen_byte((four >> (8 * place)) as u8)))
+        std::array::from_fn(|byte| fours.map(|four| widen_byte((four >> (8 * byte)) as u8)))
     }
 }
 
@@ -306,9 +306,9 @@ mod arm {
                     }
                     let square = transpose_4(square);
                     for (column, lanes) in columns[at..].iter_mut().zip(square) {
-                        let place = &mut column[first + row..][..4];
+                        let target = &mut column[first + row..][..4];
                         // SAFETY: see above; four floats are written.
-                        unsafe { vst1q_f32(place.as_mut_ptr(), lanes) };
+                        unsafe { vst1q_f32(target.as_mut_ptr(), lanes) };
                     }
                 }
             }
@@ -429,9 +429,9 @@ mod x86 {
                     // Rows that are 4 apart share a vector: the rest stays within 128 bits.
                     let mut fours = [_mm256_setzero_ps(); 4];
                     for row in 0..4 {
-                        let place = |row: usize| rows[row][at..at + 4].as_ptr();
-                        let low = _mm256_castps128_ps256(_mm_loadu_ps(place(row)));
-                        fours[row] = _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(place(row + 4)));
+                        let four_at = |row: usize| rows[row][at..at + 4].as_ptr();
+                        let low = _mm256_castps128_ps256(_mm_loadu_ps(four_at(row)));
+                        fours[row] = _mm256_insertf128_ps::<1>(low, _mm_loadu_ps(four_at(row + 4)));
                     }
                     let [a, b, c, d] = fours;
                     let (low_ab, high_ab) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
@@ -532,13 +532,13 @@ mod x86 {
             let mut fours = [[Self::splat(0.0); 4]; 4];
             for at in 0..4 {
                 for row in 0..4 {
-                    let place = |row: usize| rows[row][4 * at..][..4].as_ptr();
+                    let four_at = |row: usize| rows[row][4 * at..][..4].as_ptr();
                     // SAFETY: see above; four floats are read at a time.
                     fours[at][row] = unsafe {
-                        let four = _mm512_castps128_ps512(_mm_loadu_ps(place(row)));
-                        let four = _mm512_insertf32x4::<1>(four, _mm_loadu_ps(place(row + 4)));
-                        let four = _mm512_insertf32x4::<2>(four, _mm_loadu_ps(place(row + 8)));
-                        _mm512_insertf32x4::<3>(four, _mm_loadu_ps(place(row + 12)))
+                        let four = _mm512_castps128_ps512(_mm_loadu_ps(four_at(row)));
+                        let four = _mm512_insertf32x4::<1>(four, _mm_loadu_ps(four_at(row + 4)));
+                        let four = _mm512_insertf32x4::<2>(four, _mm_loadu_ps(four_at(row + 8)));
+                        _mm512_insertf32x4::<3>(four, _mm_loadu_ps(four_at(row + 12)))
                     };
                 }
             }
@@ -620,29 +620,29 @@ pub(crate) fn fetch<T>(memory: &[T]) {
 
 /// Asks for the line of memory there to be brought into the processor's first cache, if there is any memory.
 #[inline(always)]
-pub(crate) fn fetch_line<T>(place: *const T) {
+pub(crate) fn fetch_line<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: every x86-64 has it; it reads nothing, and takes any address.
         #[allow(unsafe_code)]
         unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(place.cast());
+            _mm_prefetch::<_MM_HINT_T0>(address.cast());
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = place;
+    let _ = address;
 }
 
 /// Asks for the line of memory there to be brought into the processor's second cache, if there is any memory.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(crate) fn fetch_line_later<T>(place: *const T) {
+pub(crate) fn fetch_line_later<T>(address: *const T) {
     use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
     // SAFETY: every x86-64 has it; it reads nothing, and takes any address.
     #[allow(unsafe_code)]
     unsafe {
-        _mm_prefetch::<_MM_HINT_T1>(place.cast());
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
     }
 }
 

@@ -26,7 +26,7 @@ const TASKS: usize = 8;
 const FEW_ROWS: usize = 6;
 
 /// Maximum rows of a task: they and their sums stay in a core's L2 cache.
-const MOST_ROWS: usize = 96;
+const MAX_ROWS: usize = 96;
 
 /// Rows of two AMX tiles; no other level has more.
 const TILES_OF_ROWS: usize = 32;
@@ -36,7 +36,7 @@ const TILES_OF_ROWS: usize = 32;
 const OWN_ROWS: usize = 192;
 
 /// Maximum panels of a task of more than a few rows.
-const MOST_PANELS: usize = 16;
+const MAX_PANELS: usize = 16;
 
 impl Attention {
     /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
@@ -117,13 +117,13 @@ impl Attention {
         let tasks = (products / TASK).clamp(1, TASKS * num_threads);
         let mut panels = num_panels.div_ceil(tasks);
         if count > FEW_ROWS {
-            panels = panels.min(MOST_PANELS);
+            panels = panels.min(MAX_PANELS);
         }
         panels = balanced(num_panels, panels, num_threads);
         let own = own_rows(count, num_threads);
         let chunks: Vec<_> = (0..count)
             .step_by(own)
-            .flat_map(|first| chunks(first..count.min(first + own), MOST_ROWS))
+            .flat_map(|first| chunks(first..count.min(first + own), MAX_ROWS))
             .collect();
         let mut parts = divided(out, width, panels * WIDTH, &chunks);
         parts.sort_by_key(|part| part.rows.start / own);

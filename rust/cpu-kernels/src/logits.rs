@@ -57,16 +57,16 @@ impl Groups {
 
     /// The first place of the largest logit in the row that was scanned; of NaN, if that is what the scan returned.
     #[inline(always)]
-    pub(crate) fn place<E: Element>(&self, row: &[E], peak: f32) -> usize {
+    pub(crate) fn index_of<E: Element>(&self, row: &[E], peak: f32) -> usize {
         if peak.is_nan() {
-            let place = row.iter().position(|logit| logit.widen().is_nan());
-            return place.unwrap_or(0);
+            let index = row.iter().position(|logit| logit.widen().is_nan());
+            return index.unwrap_or(0);
         }
         let (chunks, _) = self.largest.as_chunks::<LANES>();
         let chunk = chunks.iter().position(|largest| largest.contains(&peak));
         let first = chunk.unwrap_or(0) * self.chunk;
-        let place = row[first..].iter().position(|it| it.widen() == peak);
-        first + place.unwrap_or(0)
+        let index = row[first..].iter().position(|it| it.widen() == peak);
+        first + index.unwrap_or(0)
     }
 
     /// A lower bound of the `count`-th largest logit of the row that was scanned, usually close to it: so many groups have
@@ -95,9 +95,9 @@ impl Groups {
             let (first, before) = (number * self.chunk, ids.len());
             let chunk = &row[first..row.len().min(first + self.chunk)];
             for lane in (0..LANES).filter(|&lane| largest[lane] >= bound) {
-                for place in (lane..chunk.len()).step_by(LANES) {
-                    if chunk[place].widen() >= bound {
-                        ids.push((first + place) as u32);
+                for index in (lane..chunk.len()).step_by(LANES) {
+                    if chunk[index].widen() >= bound {
+                        ids.push((first + index) as u32);
                     }
                 }
             }
@@ -184,8 +184,8 @@ mod tests {
         assert_eq!(key(0.0), key(-0.0));
         assert!(key(-f32::NAN) > key(f32::INFINITY));
         for count in 1..=floats.len() {
-            let found = nth_largest(&floats, count, &mut vec![]);
-            assert_eq!(found.to_bits(), floats[floats.len() - count].to_bits());
+            let actual = nth_largest(&floats, count, &mut vec![]);
+            assert_eq!(actual.to_bits(), floats[floats.len() - count].to_bits());
         }
     }
 }

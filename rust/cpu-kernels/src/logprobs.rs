@@ -61,7 +61,7 @@ impl Attention {
         let tokens = check_indices("token_ids", reported.token_ids, vocab_size)?;
         let counts = check_indices("counts", reported.counts, vocab_size + 1)?;
         let total = counts.iter().sum();
-        for (name, expected, found) in [
+        for (name, expected, len) in [
             ("token_ids", rows.len(), tokens.len()),
             ("counts", rows.len(), counts.len()),
             ("logprobs", rows.len(), out.logprobs.len()),
@@ -69,7 +69,7 @@ impl Attention {
             ("top_ids", total, out.top_ids.len()),
             ("top_logprobs", total, out.top_logprobs.len()),
         ] {
-            same_length(name, expected, found)?;
+            same_length(name, expected, len)?;
         }
         let (mut top_ids, mut top_logprobs) = (out.top_ids, out.top_logprobs);
         let mut tasks = Vec::with_capacity(rows.len());

@@ -41,7 +41,7 @@ impl OpenMp {
     /// As many threads as the calling thread may have: fewer where it has limited the runtime (`omp_set_num_threads`).
     pub(crate) fn max_threads(&self) -> usize {
         // SAFETY: it has no arguments, and reads a setting of this thread.
-        usize::try_from(unsafe { (self.max_threads)() }).map_or(1, |most| most.max(1))
+        usize::try_from(unsafe { (self.max_threads)() }).map_or(1, |max| max.max(1))
     }
 
     /// Calls `work` in so many threads, the caller's among them, and waits for all.

@@ -1,37 +1,37 @@
-//! Merges a query's states of several parts, in the order of the parts, whatever thread computed them.
+//! Merges the states of a query in several parts, always in the order of the parts.
 
 use crate::element::Element;
 use crate::job::{HEADER, Job, state_len};
 use crate::lanes::{exp2, larger};
 
-/// Merges the states `found` when no keys are left.
+/// Merges the states of all parts and writes the results.
 #[inline(always)]
 pub(crate) fn finish_rows<E: Element>(
     job: &Job<'_, E>,
-    found: &[f32],
+    states: &[f32],
     count: usize,
     out: &mut [E],
 ) {
     let mut own = vec![0.0; state_len(job.shape.dim_v)];
-    for (place, out) in out.chunks_exact_mut(job.shape.dim_v).enumerate() {
-        gather(job, found, count, place, &mut own);
+    for (index, out) in out.chunks_exact_mut(job.shape.dim_v).enumerate() {
+        gather(job, states, count, index, &mut own);
         divide(&own[HEADER..], own[1], out);
     }
 }
 
-/// Brings the states of one query in several parts together.
+/// Merges the states of one query in several parts into `own`. `index`: that of the query in `[rows, query heads]`.
 #[inline(always)]
 pub(crate) fn gather<E>(
     job: &Job<'_, E>,
-    found: &[f32],
+    states: &[f32],
     count: usize,
-    place: usize,
+    index: usize,
     own: &mut [f32],
 ) {
     own.fill(0.0);
-    own[..HEADER].copy_from_slice(&job.nothing(place % job.heads));
-    for (number, part) in found.chunks_exact(count * job.per_row()).enumerate() {
-        let part = &part[place * own.len()..][..own.len()];
+    own[..HEADER].copy_from_slice(&job.nothing(index % job.heads));
+    for (number, part) in states.chunks_exact(count * job.per_row()).enumerate() {
+        let part = &part[index * own.len()..][..own.len()];
         match number == 0 && job.sinks.is_none() {
             true => own.copy_from_slice(part),
             false => merge_row(own, part),

@@ -13,7 +13,7 @@ use std::thread::{self, Builder, Thread};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::region::{MOST, Regions};
+use crate::region::{MAX_THREADS, Regions};
 
 /// How long a thread spins before it sleeps: longer than the time between two steps.
 const SPIN: Duration = Duration::from_millis(1);
@@ -61,27 +61,29 @@ pub(crate) fn thread_limit() -> usize {
 impl Pool {
     /// The pool of this process, with at least this number of threads.
     pub(crate) fn of_process(count: usize) -> Result<&'static Self, Error> {
-        if count > MOST {
-            return Err(Error::Threads(format!("{count} threads: at most {MOST}")));
+        if count > MAX_THREADS {
+            return Err(Error::Threads(format!(
+                "{count} threads: at most {MAX_THREADS}"
+            )));
         }
         let (id, kept) = (process::id(), POOL.load(Ordering::Acquire));
         // SAFETY: the stored pool is never freed.
-        let found = match unsafe { kept.as_ref() } {
-            Some(found) if found.id == id => found,
+        let entry = match unsafe { kept.as_ref() } {
+            Some(entry) if entry.id == id => entry,
             _ => {
-                let made = Box::leak(Box::new(OfProcess {
+                let new = Box::leak(Box::new(OfProcess {
                     id,
                     pool: Self::new(),
                 }));
-                match POOL.compare_exchange(kept, made, Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(_) => made,
+                match POOL.compare_exchange(kept, new, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => new,
                     // SAFETY: as above; another thread of this process has stored it.
                     Err(other) => unsafe { &*other },
                 }
             }
         };
-        found.pool.grow(count)?;
-        Ok(&found.pool)
+        entry.pool.grow(count)?;
+        Ok(&entry.pool)
     }
 
     fn new() -> Self {

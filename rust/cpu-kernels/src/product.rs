@@ -10,7 +10,7 @@ use crate::lines::{Line, Lines, WIDTH};
 const TILE_ROWS: usize = 6;
 
 /// Panels of a tile at most.
-const MOST_PANELS: usize = 8;
+const MAX_PANELS: usize = 8;
 
 /// Inputs of a tile's panels that are multiplied with several tiles of rows before the next ones: they stay in the second
 /// cache. Sums are loaded and stored once a block, which costs more than what the first cache would save.
@@ -131,8 +131,8 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
     weight: &Lines<T::Lane>,
 ) {
     let (size, num_rows) = (weight.in_features(), columns.out.len());
-    let most = if V::IS_PLAIN { 1 } else { TILE_ROWS };
-    let num_tiles = num_rows.div_ceil(most).max(1);
+    let tile_rows = if V::IS_PLAIN { 1 } else { TILE_ROWS };
+    let num_tiles = num_rows.div_ceil(tile_rows).max(1);
     let wide = match num_rows.div_ceil(num_tiles) {
         _ if V::IS_PLAIN => WIDTH / L,
         1 if L < WIDTH => 8,
@@ -140,8 +140,8 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
         _ if L == WIDTH => 4,
         _ => WIDTH / L,
     };
-    let least = WIDTH / L;
-    let step = wide / least;
+    let per_panel = WIDTH / L;
+    let step = wide / per_panel;
     let block = match num_tiles {
         1 => size,
         _ => BLOCK,
@@ -153,7 +153,7 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
         let mut panel = 0;
         while panel * WIDTH < width {
             let mut vectors = wide;
-            while vectors > least && (panel * WIDTH + vectors * L) > width {
+            while vectors > per_panel && (panel * WIDTH + vectors * L) > width {
                 vectors /= 2;
             }
             for number in 0..num_tiles {
@@ -168,7 +168,7 @@ pub(crate) fn add_products<T: Terms<V, L>, V: Vector<L>, const L: usize>(
                     },
                     end: size_of_val(weight.panel(0)),
                     beyond: match num_tiles {
-                        1 => (vectors / least - 1) * size_of_val(weight.panel(0)),
+                        1 => (vectors / per_panel - 1) * size_of_val(weight.panel(0)),
                         _ => 0,
                     },
                     step: num_tiles,
@@ -288,7 +288,7 @@ impl<E: Copy, W: Copy> Tile<'_, '_, '_, E, W> {
         let size = self.weight.in_features();
         let &Inputs { first, count, .. } = inputs;
         let rows: [&[E]; R] = std::array::from_fn(|row| &self.rows[row * size + first..][..count]);
-        let mut panels: [&[Line<W>]; MOST_PANELS] = [&[]; MOST_PANELS];
+        let mut panels: [&[Line<W>]; MAX_PANELS] = [&[]; MAX_PANELS];
         for number in 0..C * L / WIDTH {
             let panel = self.weight.panel(self.panel + number);
             panels[number] = &panel[first / T::PER_LINE..][..count.div_ceil(T::PER_LINE)];
@@ -330,7 +330,7 @@ impl<E: Copy, W: Copy> Tile<'_, '_, '_, E, W> {
 /// Adds the products of a part of the line `at` of each panel.
 #[inline(always)]
 fn add_part<'a, T, V: Vector<L>, const L: usize, const R: usize, const C: usize>(
-    panels: &[&[Line<T::Lane>]; MOST_PANELS],
+    panels: &[&[Line<T::Lane>]; MAX_PANELS],
     at: usize,
     elements: impl Fn(usize) -> &'a [T::Element],
     part: usize,

@@ -1,4 +1,4 @@
-//! Weights of floats, rounded to integers of 4 or 8 bits when a model is loaded.
+//! Quantises floating-point weights to 4 or 8 bits when a model is loaded.
 //!
 //! Each operation is rounded once and sums have one order, so all builds give the same bits, with any number of threads.
 
@@ -22,30 +22,30 @@ const LARGEST: f32 = 15.0;
 /// The largest code of 8 bits.
 const LARGEST_BYTE: f32 = 127.0;
 
-/// Shares of the span of a group that its codes may cover: cutting outliers off may reduce the error.
-const SPANS: [f32; 3] = [1.0, 0.93, 0.86];
+/// Fractions of a group's range that its codes may cover: clipping outliers may reduce the error.
+const CLIP_RATIOS: [f32; 3] = [1.0, 0.93, 0.86];
 
-/// Squared errors that are added up side by side, as torch does on x86: spans whose errors differ by rounding alone are
-/// chosen as it chooses them.
+/// Partial sums of squared errors, as torch has them on x86: ratios whose errors differ by rounding alone are chosen as
+/// torch chooses them.
 const LANES: usize = 8;
 
-/// Half precision has all of its digits from this number on, 2^-14.
-const LEAST_HALF: f32 = f32::from_bits((127 - 14) << 23);
+/// The smallest normal number of half precision, 2^-14.
+const MIN_NORMAL_HALF: f32 = f32::from_bits((127 - 14) << 23);
 
 /// The largest number of half precision.
-const MOST_HALF: f32 = 65_504.0;
+const MAX_HALF: f32 = 65_504.0;
 
-/// Adding this to a number below 2^22 rounds it to an integer, ties to even, which is then in the lowest bits.
+/// Added to a number below 2^22, it rounds to an integer in the lowest bits, ties to even.
 const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
-/// Groups of a task.
-const MANY: usize = 512;
+/// Groups per task.
+const TASK_GROUPS: usize = 512;
 
 impl Attention {
-    /// Rounds a weight `[out_features, in_features]` to 4-bit codes in groups of 32 inputs, which stand for `(code - zero) *
-    /// scale`: the arrays of [`crate::QuantizedWeight::from_groups`]. Of the spans that are tried, a group has the one with
-    /// the least squared error. Scales are numbers of half precision where that has numbers of their size; a group of zeros
-    /// has 1, and one with a number that is not finite has such a scale.
+    /// Rounds a weight `[out_features, in_features]` to 4-bit codes in groups of 32 inputs that stand for `(code - zero) *
+    /// scale`: the arrays of [`crate::QuantizedWeight::from_groups`]. Each group gets the clipping ratio with the smallest
+    /// squared error. Scales within the range of half precision are rounded to it. A group of zeros has the scale 1, a
+    /// group with a NaN or infinity the scale NaN.
     ///
     /// # Errors
     ///
@@ -64,8 +64,12 @@ impl Attention {
         same_length("zeros", count, zeros.len())?;
         let (groups, _) = weight.as_chunks();
         let (codes, _) = codes.as_chunks_mut();
-        let tasks = groups.chunks(MANY).zip(codes.chunks_mut(MANY));
-        let points = scales.chunks_mut(MANY).zip(zeros.chunks_mut(MANY));
+        let tasks = groups
+            .chunks(TASK_GROUPS)
+            .zip(codes.chunks_mut(TASK_GROUPS));
+        let points = scales
+            .chunks_mut(TASK_GROUPS)
+            .zip(zeros.chunks_mut(TASK_GROUPS));
         let tasks = tasks.zip(points);
         let tasks = tasks.map(|((groups, codes), (scales, zeros))| FourBits {
             groups,
@@ -78,8 +82,8 @@ impl Attention {
     }
 
     /// Rounds a weight `[out_features, in_features]` to the blocks of [`crate::QuantizedFormat::Q8_0`], as
-    /// [`crate::QuantizedWeight::pack`] reads them: 8 bits, and a scale for 32 inputs. Numbers beyond half precision, and
-    /// those that are not finite, give a scale that is not finite.
+    /// [`crate::QuantizedWeight::pack`] reads them: 8 bits, and a scale per 32 inputs. NaN, infinities and
+    /// numbers beyond half precision give an infinite scale.
     ///
     /// # Errors
     ///
@@ -93,7 +97,9 @@ impl Attention {
         let count = num_groups(weight.len(), in_features)?;
         same_length("blocks", count * BYTES, blocks.len())?;
         let ((groups, _), (blocks, _)) = (weight.as_chunks(), blocks.as_chunks_mut());
-        let tasks = groups.chunks(MANY).zip(blocks.chunks_mut(MANY));
+        let tasks = groups
+            .chunks(TASK_GROUPS)
+            .zip(blocks.chunks_mut(TASK_GROUPS));
         let tasks = tasks.map(|(groups, blocks)| EightBits { groups, blocks });
         self.quantise(tasks.collect());
         Ok(())
@@ -137,19 +143,22 @@ impl<E: Element> InEachBuild for FourBits<'_, E> {
     }
 }
 
-/// Writes the codes of a group; its scale and zero point.
+/// Writes the codes of a group. Returns its scale and zero point.
 #[inline(always)]
 fn four_bits(group: &[f32; BLOCK], codes: &mut [u8; PAIRS]) -> (f32, u8) {
     if !is_finite(group) {
         *codes = [0; PAIRS];
         return (f32::NAN, 0);
     }
-    let (low, high) = (least(group, |float| float), -least(group, |float| -float));
-    let mut tried = [[0; BLOCK]; SPANS.len()];
+    let (low, high) = (
+        smallest(group, |float| float),
+        -smallest(group, |float| -float),
+    );
+    let mut tried = [[0; BLOCK]; CLIP_RATIOS.len()];
     let mut best = (f32::INFINITY, 0, 0.0, 0.0);
-    for (at, (span, codes)) in SPANS.into_iter().zip(&mut tried).enumerate() {
-        let scale = rounded((high - low) * span / LARGEST);
-        let zero = nearest(-low * span / scale, 0.0, LARGEST) - ROUND;
+    for (at, (ratio, codes)) in CLIP_RATIOS.into_iter().zip(&mut tried).enumerate() {
+        let scale = rounded((high - low) * ratio / LARGEST);
+        let zero = nearest(-low * ratio / scale, 0.0, LARGEST) - ROUND;
         let mut errors = [0.0; LANES];
         let (parts, _) = group.as_chunks::<LANES>();
         for (floats, codes) in parts.iter().zip(codes.as_chunks_mut::<LANES>().0) {
@@ -191,16 +200,16 @@ impl<E: Element> InEachBuild for EightBits<'_, E> {
 /// Writes the block of a group.
 #[inline(always)]
 fn eight_bits(group: &[f32; BLOCK], block: &mut [u8; BYTES]) {
-    let size = -least(group, |float| -float.abs());
+    let size = -smallest(group, |float| -float.abs());
     let half = match is_finite(group) {
         true => narrow_half(size / LARGEST_BYTE),
         false => narrow_half(f32::INFINITY),
     };
     let scale = widen_half(half);
-    let divisor = if scale > LEAST_HALF {
+    let divisor = if scale > MIN_NORMAL_HALF {
         scale
     } else {
-        LEAST_HALF
+        MIN_NORMAL_HALF
     };
     let (scale, numbers) = block.split_at_mut(2);
     scale.copy_from_slice(&half.to_le_bytes());
@@ -216,9 +225,9 @@ fn is_finite(group: &[f32; BLOCK]) -> bool {
     group.iter().map(infinite).sum::<u32>() == 0
 }
 
-/// The least of 0 and the values of a function.
+/// The minimum of 0 and the values of a function.
 #[inline(always)]
-fn least(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
+fn smallest(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
     let smaller = |a: f32, b: f32| if b < a { b } else { a };
     let mut lanes = [0.0; LANES];
     for floats in group.as_chunks::<LANES>().0 {
@@ -229,7 +238,7 @@ fn least(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
     lanes.into_iter().fold(0.0, smaller)
 }
 
-/// The nearest integer between two, plus [`ROUND`].
+/// The nearest integer within the bounds, plus [`ROUND`].
 #[inline(always)]
 fn nearest(float: f32, smallest: f32, largest: f32) -> f32 {
     let float = if float > smallest { float } else { smallest };
@@ -237,10 +246,10 @@ fn nearest(float: f32, smallest: f32, largest: f32) -> f32 {
     float + ROUND
 }
 
-/// A scale that half precision has, if it has numbers of that size; 1 for 0.
+/// Rounds a scale to half precision, if it is within its range; 1 for 0.
 #[inline(always)]
 fn rounded(scale: f32) -> f32 {
-    let is_half = (LEAST_HALF..=MOST_HALF).contains(&scale);
+    let is_half = (MIN_NORMAL_HALF..=MAX_HALF).contains(&scale);
     let bits = scale.to_bits();
     let half = f32::from_bits((bits + 0xfff + (bits >> 13 & 1)) & !0x1fff);
     match scale == 0.0 {
@@ -250,16 +259,20 @@ fn rounded(scale: f32) -> f32 {
     }
 }
 
-/// The nearest number of half precision, ties to even, of one that is not negative.
+/// Rounds a non-negative number to half precision, ties to even.
 #[inline(always)]
 fn narrow_half(float: f32) -> u16 {
-    /// Numbers from here on have the spacing of the least numbers of half precision.
+    /// Floats from here on have the spacing of subnormal numbers of half precision.
     const HALF: f32 = 0.5;
     const INFINITY: u32 = 0x1f << 10;
     let bits = float.to_bits();
-    let least = (float + HALF).to_bits() - HALF.to_bits();
+    let subnormal = (float + HALF).to_bits() - HALF.to_bits();
     let normal = ((bits + 0xfff + (bits >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
-    let half = if float < LEAST_HALF { least } else { normal };
+    let half = if float < MIN_NORMAL_HALF {
+        subnormal
+    } else {
+        normal
+    };
     half.min(INFINITY) as u16
 }
 
@@ -291,13 +304,13 @@ mod tests {
     #[test]
     fn scales_are_numbers_of_half_precision_where_it_has_their_size() {
         for bits in (0..f32::INFINITY.to_bits()).step_by(4099) {
-            let (scale, found) = (f32::from_bits(bits), rounded(f32::from_bits(bits)));
+            let (scale, actual) = (f32::from_bits(bits), rounded(f32::from_bits(bits)));
             let expected = match scale {
                 0.0 => 1.0,
-                LEAST_HALF..=MOST_HALF => widen_half(narrow_half(scale)),
+                MIN_NORMAL_HALF..=MAX_HALF => widen_half(narrow_half(scale)),
                 _ => scale,
             };
-            assert_eq!(found.to_bits(), expected.to_bits(), "{scale:e}");
+            assert_eq!(actual.to_bits(), expected.to_bits(), "{scale:e}");
         }
     }
 }

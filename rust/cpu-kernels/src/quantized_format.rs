@@ -1,44 +1,44 @@
-//! Formats of quantised weights: ggml's blocks, and how panels of 16 outputs hold them.
+//! Formats of quantised weights: ggml's blocks, and their layout in panels of 16 outputs.
 //!
-//! A panel has codes and scales apart. Codes lie in lines of 64 bytes, four bytes of each output, so that a vector has four
-//! neighbouring inputs of each. 32 inputs are four lines whose lower bits are the first 16 inputs, and the higher ones the
-//! others; bits above the fourth are in one line or two more. 8-bit codes have eight lines.
+//! A panel stores codes and scales separately. A line of codes has 64 bytes, four for each output, so a vector holds four
+//! consecutive inputs of every output. A block of 32 inputs takes four lines: the low nibbles are the first 16 inputs, the
+//! high nibbles the others. The fifth and sixth bits take one or two more lines. 8-bit codes take eight lines.
 
 use crate::dots::{power, widen_half};
 use crate::lines::WIDTH;
 
-/// Inputs whose codes a panel has together, and which have one number's scale in a row that is multiplied.
+/// Inputs of a block: their codes are adjacent in a panel, and an activation row has one scale for them.
 pub(crate) const BLOCK: usize = 32;
 
-/// Inputs of ggml's larger blocks.
-const LARGE: usize = 256;
+/// Inputs of ggml's superblocks.
+const SUPERBLOCK: usize = 256;
 
-/// A block's codes of 16 outputs.
+/// The codes of a block for 16 outputs.
 pub(crate) type Codes = [[u8; BLOCK]; WIDTH];
 
-/// The weights that MXFP4's codes stand for, in halves, plus 16.
+/// Twice the weights that MXFP4's codes stand for, plus 16.
 const MXFP4: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
 
 /// A format of quantised weights in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizedFormat {
-    /// 4 bits and a scale for 32 weights.
+    /// 4 bits, and a scale per 32 weights.
     Q4_0,
-    /// 4 bits, a scale and a minimum for 32 weights.
+    /// 4 bits, and a scale and a minimum per 32 weights.
     Q4_1,
-    /// 5 bits and a scale for 32 weights.
+    /// 5 bits, and a scale per 32 weights.
     Q5_0,
-    /// 5 bits, a scale and a minimum for 32 weights.
+    /// 5 bits, and a scale and a minimum per 32 weights.
     Q5_1,
-    /// 8 bits and a scale for 32 weights.
+    /// 8 bits, and a scale per 32 weights.
     Q8_0,
-    /// 4 bits, a scale and a minimum of 6 bits for 32 weights, with factors for 256.
+    /// 4 bits, and a 6-bit scale and minimum per 32 weights, with half-precision factors per 256.
     Q4K,
-    /// The same with 5 bits.
+    /// As Q4_K with 5 bits.
     Q5K,
-    /// 6 bits and a scale of 8 bits for 16 weights, with a factor for 256.
+    /// 6 bits, and an 8-bit scale per 16 weights, with a half-precision factor per 256.
     Q6K,
-    /// Floats of 4 bits and a power of two for 32 weights. The codes are kept in 5 bits.
+    /// 4-bit floats, and a power of two per 32 weights. Panels hold the codes in 5 bits.
     Mxfp4,
 }
 
@@ -78,12 +78,12 @@ impl QuantizedFormat {
         Self::ALL.into_iter().find(|format| format.name() == name)
     }
 
-    /// Weights of a block.
+    /// Weights per block.
     #[must_use]
     pub fn block_size(self) -> usize {
         match self {
             Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 | Self::Mxfp4 => BLOCK,
-            Self::Q4K | Self::Q5K | Self::Q6K => LARGE,
+            Self::Q4K | Self::Q5K | Self::Q6K => SUPERBLOCK,
         }
     }
 
@@ -104,20 +104,20 @@ impl QuantizedFormat {
     }
 }
 
-/// How a panel holds a weight.
+/// Formats of a weight in panels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Ggml(QuantizedFormat),
-    /// 4 bits; a scale and a zero point for so many blocks. Scales are half-precision floats.
+    /// 4 bits, and a scale of half precision and a zero point for this many blocks.
     HalfGroups(usize),
-    /// The same with float32 scales.
+    /// As `HalfGroups` with float32 scales.
     FloatGroups(usize),
 }
 
 use QuantizedFormat as F;
 
 impl Kind {
-    /// Bits of a code.
+    /// Bits per code.
     pub(crate) fn bits(self) -> usize {
         match self {
             Self::Ggml(F::Q8_0) => 8,
@@ -132,7 +132,7 @@ impl Kind {
         self.bits() * BLOCK * WIDTH / 8
     }
 
-    /// Blocks that have a record of scales together.
+    /// Blocks per record of scales.
     pub(crate) fn record_blocks(self) -> usize {
         match self {
             Self::Ggml(format) => format.block_size() / BLOCK,
@@ -146,15 +146,15 @@ impl Kind {
             * match self {
                 Self::Ggml(F::Q4_0 | F::Q5_0 | F::Q8_0) => 2,
                 Self::Ggml(F::Q4_1 | F::Q5_1) => 4,
-                Self::Ggml(F::Q4K | F::Q5K) => 4 + 2 * LARGE / BLOCK,
-                Self::Ggml(F::Q6K) => 2 + LARGE / 16,
+                Self::Ggml(F::Q4K | F::Q5K) => 4 + 2 * SUPERBLOCK / BLOCK,
+                Self::Ggml(F::Q6K) => 2 + SUPERBLOCK / 16,
                 Self::Ggml(F::Mxfp4) => 1,
                 Self::HalfGroups(_) => 3,
                 Self::FloatGroups(_) => 5,
             }
     }
 
-    /// What is subtracted from every code.
+    /// The integer that is subtracted from every code.
     pub(crate) fn offset(self) -> Offset {
         match self {
             Self::Ggml(F::Q4_0) => Offset::OfBlock(8),
@@ -165,7 +165,7 @@ impl Kind {
         }
     }
 
-    /// The scale of an output's weights in a half of a block, their zero point, and what is added to them.
+    /// The scale, the zero point and the minimum of an output's weights in a half of a block.
     pub(crate) fn scale(
         self,
         record: &[u8],
@@ -195,24 +195,23 @@ impl Kind {
             Self::Ggml(F::Mxfp4) => (power(byte(0)), 16, 0.0),
             Self::HalfGroups(_) => (float(0), i32::from(byte(2)), 0.0),
             Self::FloatGroups(_) => {
-                let bytes = record[4 * output..].first_chunk().expect("it is there");
+                let bytes = record[4 * output..].first_chunk().expect("a whole record");
                 (f32::from_ne_bytes(*bytes), i32::from(byte(4)), 0.0)
             }
         }
     }
 }
 
-/// What is subtracted from codes, as an integer: products with it begin a sum.
+/// The integer that is subtracted from codes. Sums of products start with its product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Offset {
-    /// In one sum of a block.
+    /// A block has one sum.
     OfBlock(i32),
-    /// In a sum of each half of a block.
+    /// Each half of a block has a sum.
     OfHalves(i32),
 }
 
-/// Copies an output's block, as it is in the file, to its place among the codes of a panel's outputs and in the record of
-/// scales. False: a scale is not finite.
+/// Unpacks an output's block of a file into the codes and the record of a panel. False if a scale is not finite.
 pub(crate) fn unpack(
     format: QuantizedFormat,
     data: &[u8],
@@ -265,7 +264,7 @@ pub(crate) fn unpack(
         F::Q4K | F::Q5K => {
             float(0, 0);
             float(2, 2);
-            for block in 0..LARGE / BLOCK {
+            for block in 0..SUPERBLOCK / BLOCK {
                 let (scale, minimum) = six_bits(&data[4..16], block);
                 record[(4 + 2 * block) * WIDTH + output] = scale;
                 record[(5 + 2 * block) * WIDTH + output] = minimum;
@@ -300,7 +299,7 @@ pub(crate) fn unpack(
     is_finite
 }
 
-/// 16 bytes: the lower halves are the first 16 codes.
+/// Unpacks 16 bytes: the low nibbles are the first 16 codes.
 fn copy_nibbles(bytes: &[u8], codes: &mut [u8; BLOCK]) {
     let (low, high) = codes.split_at_mut(BLOCK / 2);
     for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
@@ -309,16 +308,16 @@ fn copy_nibbles(bytes: &[u8], codes: &mut [u8; BLOCK]) {
     }
 }
 
-/// 4 bytes: the fifth bit of each code.
+/// Adds the fifth bit of each code, from 4 bytes.
 fn add_bits(bytes: &[u8], codes: &mut [u8; BLOCK]) {
     for (codes, byte) in codes.chunks_exact_mut(8).zip(bytes) {
-        for (place, code) in codes.iter_mut().enumerate() {
-            *code |= (byte >> place & 1) << 4;
+        for (bit, code) in codes.iter_mut().enumerate() {
+            *code |= (byte >> bit & 1) << 4;
         }
     }
 }
 
-/// A block's scale and minimum of the twelve bytes that eight blocks have.
+/// The scale and minimum of a block, from the twelve bytes of a superblock.
 fn six_bits(bytes: &[u8], block: usize) -> (u8, u8) {
     match block {
         0..4 => (bytes[block] & 63, bytes[block + 4] & 63),
@@ -329,20 +328,20 @@ fn six_bits(bytes: &[u8], block: usize) -> (u8, u8) {
     }
 }
 
-/// Writes a block's codes of so many bits as a panel has them.
+/// Writes the codes of a block, of `bits` bits each, as lines of a panel.
 pub(crate) fn write_codes(bits: usize, codes: &Codes, lines: &mut [u8]) {
     let (lines, _) = lines.as_chunks_mut::<{ 4 * WIDTH }>();
     for (output, codes) in codes.iter().enumerate() {
         let (fours, _) = codes.as_chunks::<4>();
-        let place = 4 * output..4 * output + 4;
+        let bytes = 4 * output..4 * output + 4;
         if bits == 8 {
             for (line, four) in lines.iter_mut().zip(fours) {
-                line[place.clone()].copy_from_slice(four);
+                line[bytes.clone()].copy_from_slice(four);
             }
             continue;
         }
         for at in 0..4 {
-            for (byte, (low, high)) in lines[at][place.clone()]
+            for (byte, (low, high)) in lines[at][bytes.clone()]
                 .iter_mut()
                 .zip(fours[at].iter().zip(fours[at + 4]))
             {
@@ -355,25 +354,25 @@ pub(crate) fn write_codes(bits: usize, codes: &Codes, lines: &mut [u8]) {
                 6 => (4 + number / 4, 2 * (number % 4)),
                 _ => continue,
             };
-            for (byte, code) in lines[line][place.clone()].iter_mut().zip(four) {
+            for (byte, code) in lines[line][bytes.clone()].iter_mut().zip(four) {
                 *byte |= code >> 4 << shift;
             }
         }
     }
 }
 
-/// The reverse for one output.
+/// Reads the codes of one output back.
 pub(crate) fn read_codes(bits: usize, lines: &[u8], output: usize) -> [u8; BLOCK] {
     let (lines, _) = lines.as_chunks::<{ 4 * WIDTH }>();
     std::array::from_fn(|input| {
-        let (number, place) = (input / 4, 4 * output + input % 4);
+        let (number, byte) = (input / 4, 4 * output + input % 4);
         if bits == 8 {
-            return lines[number][place];
+            return lines[number][byte];
         }
-        let low = lines[number % 4][place] >> (number / 4 * 4) & 15;
+        let low = lines[number % 4][byte] >> (number / 4 * 4) & 15;
         low | match bits {
-            5 => (lines[4][place] >> number & 1) << 4,
-            6 => (lines[4 + number / 4][place] >> (2 * (number % 4)) & 3) << 4,
+            5 => (lines[4][byte] >> number & 1) << 4,
+            6 => (lines[4 + number / 4][byte] >> (2 * (number % 4)) & 3) << 4,
             _ => 0,
         }
     })

@@ -1,4 +1,4 @@
-//! Linear layers on quantised weights: rows become integers of 8 bits, then panels are multiplied.
+//! Linear layers with quantised weights: rows are quantised to 8 bits, then multiplied with panels of the weight.
 
 use std::cell::Cell;
 use std::iter::repeat_n;
@@ -23,52 +23,52 @@ use crate::quantized_tiles;
 use crate::quantized_weight::QuantizedWeight;
 use crate::step::same_length;
 
-/// Multiplications below which one thread computes: a few microseconds of work.
+/// Multiplications that one thread computes: a few microseconds of work.
 const SMALL: usize = 150_000;
 
-/// Multiplications of a task at least, where each thread has one.
+/// The least multiplications of a task, unless threads would be idle.
 const TASK: usize = 200_000;
 
-/// Numbers of rows that one thread rounds: a few microseconds of work.
+/// Elements that one thread quantises: a few microseconds of work.
 const FEW: usize = 8_192;
 
-/// Tasks for each thread, so that one whose processor is busy with something else does less.
+/// Tasks per thread, so that a thread on a busy processor does fewer of them.
 const TASKS: usize = 8;
 
-/// Bytes of a task's rows at most: they stay in a core's second cache.
+/// The most bytes of a task's rows: they stay in the L2 cache.
 const ROW_BYTES: usize = 512 * 1024;
 
-/// Panels of a task of several tiles of rows at most.
-const MOST_PANELS: usize = 16;
+/// The most panels of a task with several tiles of rows.
+const MAX_PANELS: usize = 16;
 
-/// Rows of panels whose sums are made before they are written, about: they stay in a core's first cache.
-const MOST_SUMS: usize = 256;
+/// Rows of sums, about, that are computed before they are written: they stay in the L1 cache.
+const MAX_SUMS: usize = 256;
 
-/// Tiles of rows of a task at most.
-const MOST_TILES: usize = 16;
+/// The most tiles of rows of a task.
+const MAX_TILES: usize = 16;
 
-/// Bytes of rows that a thread keeps for its next product at most.
-const MOST_KEPT: usize = 16 << 20;
+/// The most bytes of buffers that a thread keeps for its next product.
+const MAX_KEPT: usize = 16 << 20;
 
 thread_local! {
-    /// From product to product of a thread: new memory costs as much as the rounding.
+    /// Buffers of a thread, reused: allocating them would cost as much as quantising the rows.
     static KEPT: Cell<RowMemory> = Cell::default();
 }
 
 fn keep(memory: RowMemory) {
-    if memory.size() <= MOST_KEPT {
+    if memory.size() <= MAX_KEPT {
         KEPT.set(memory);
     }
 }
 
 impl Attention {
-    /// `out` `[rows, out_features]` becomes `rows` `[rows, in_features]` times the transposed weight, plus `bias`
+    /// Sets `out` `[rows, out_features]` to `rows` `[rows, in_features]` times the transposed weight, plus `bias`
     /// `[out_features]`.
     ///
-    /// Every 32 numbers of a row are rounded to a 127th of the largest of them, as llama.cpp rounds them: that is all of the
-    /// error but for float32's. Products are then added up as integers, block by block in the order of the inputs. A row
-    /// has the same bits in every batch, with any number of threads and at every level. Where a row has a number that is
-    /// not finite, so are its products.
+    /// Rows are quantised to 8 bits in blocks of 32, as in llama.cpp; beside float32's rounding, this is the only error.
+    /// The products of a block are added as integers, and blocks in the order of the inputs. A row has the same bits in
+    /// every batch, with any number of threads and at every instruction level. If a row has a NaN or infinity, its
+    /// products are not finite.
     ///
     /// # Errors
     ///
@@ -100,8 +100,8 @@ impl Attention {
         Ok(())
     }
 
-    /// `out` becomes `activation(rows * gate) * (rows * up)`, for weights of one shape, in float32 and rounded once.
-    /// As [`Attention::quantized_linear`] otherwise.
+    /// Sets `out` to `activation(rows * gate) * (rows * up)`, in float32 and rounded once. Both weights have one shape.
+    /// Otherwise as [`Attention::quantized_linear`].
     ///
     /// # Errors
     ///
@@ -142,7 +142,7 @@ impl Attention {
         Ok(())
     }
 
-    /// The rows as integers, in these tiles.
+    /// Quantises the rows of these tiles.
     fn quantize<'m, E: Element>(
         &self,
         rows: &[E],
@@ -152,7 +152,7 @@ impl Attention {
     ) -> RowBlocks<'m> {
         let in_features = weight.in_features();
         let size = tiles.last().map_or(0, |tile| tile.blocks.end);
-        let (mut numbers_left, mut factors_left) = memory.room(size);
+        let (mut numbers_left, mut factors_left) = memory.buffers(size);
         let mut tasks = vec![];
         for tile in tiles {
             let (numbers, rest) = take(&mut numbers_left).split_at_mut(tile.blocks.len());
@@ -178,7 +178,7 @@ impl Attention {
         memory.blocks()
     }
 
-    /// Does the work for all outputs of all rows, some at a time.
+    /// Divides the outputs of all rows into tasks and runs them.
     fn by_panels<E: Element>(&self, out: &mut [E], work: &Multiply<'_>) {
         let (weight, tiles) = (work.up.weight, work.tiles);
         let width = weight.out_features();
@@ -194,13 +194,13 @@ impl Attention {
         let tasks = (products / TASK).clamp(num_threads, TASKS * num_threads);
         let mut panels = num_panels.div_ceil(tasks);
         if tiles.len() > 1 {
-            panels = panels.next_multiple_of(2).min(MOST_PANELS); // tiles multiply two at once
+            panels = panels.next_multiple_of(2).min(MAX_PANELS); // AMX multiplies two at once
         }
         let tile_bytes = tiles
             .first()
             .map_or(1, |tile| tile.blocks.len() * RowBlocks::BYTES);
-        let most_tiles = (ROW_BYTES / tile_bytes).clamp(1, MOST_TILES);
-        let num_groups = tiles.len().div_ceil(most_tiles);
+        let max_tiles = (ROW_BYTES / tile_bytes).clamp(1, MAX_TILES);
+        let num_groups = tiles.len().div_ceil(max_tiles);
         let tiles_each = tiles.len().div_ceil(num_groups.max(1)).max(1);
         let groups: Vec<_> = tiles.chunks(tiles_each).collect();
         let rows: Vec<_> = groups
@@ -227,7 +227,7 @@ fn tiles_of<E>(rows: &[E], weight: &QuantizedWeight, isa: Isa) -> Vec<RowTile> {
     tiles(
         rows.len() / in_features,
         in_features / BLOCK,
-        Build::at(isa).most_rows(),
+        Build::at(isa).max_rows(),
     )
 }
 
@@ -235,16 +235,16 @@ fn offset_of(weight: &QuantizedWeight) -> Offset {
     weight.kind().offset()
 }
 
-/// Some outputs of some rows, as a thread takes them.
+/// A task: some outputs of some rows.
 struct Part<'a, 'b, E> {
     tiles: &'a [RowTile],
     /// The panel of the first output.
     first_panel: usize,
-    /// The outputs of each row of the tiles, the same ones.
+    /// The same range of outputs of each row of the tiles.
     out: Vec<&'b mut [E]>,
 }
 
-/// A weight, and the rows as it is multiplied with them.
+/// A weight, and the rows quantised for it.
 #[derive(Clone, Copy)]
 struct Factor<'a> {
     weight: &'a QuantizedWeight,
@@ -257,9 +257,9 @@ struct Multiply<'a> {
     /// Of all rows.
     tiles: &'a [RowTile],
     up: Factor<'a>,
-    /// The sums begin with it.
+    /// Initial values of the sums.
     bias: Option<&'a [f32]>,
-    /// Sums are multiplied with the activations of the products with it.
+    /// The weight whose activated products the sums are multiplied with.
     gate: Option<(Factor<'a>, Activation)>,
 }
 
@@ -269,7 +269,7 @@ impl Multiply<'_> {
         let end = part.first_panel + width.div_ceil(WIDTH);
         let tiles = part.tiles;
         let num_rows = tiles.iter().map(|tile| tile.width).sum();
-        let step = MOST_SUMS.div_ceil(num_rows).next_multiple_of(2);
+        let step = MAX_SUMS.div_ceil(num_rows).next_multiple_of(2);
         let (mut sums, mut gates) = (vec![], vec![]);
         for first in (part.first_panel..end).step_by(step) {
             let panels = first..end.min(first + step);
@@ -294,13 +294,13 @@ impl Multiply<'_> {
         }
     }
 
-    /// The first values of the sums of a panel.
+    /// The initial sums of a panel.
     fn begin(&self, panel: usize) -> [f32; WIDTH] {
         let mut sums = [0.0; WIDTH];
         if let Some(bias) = self.bias {
             widen(&bias[panel * WIDTH..], &mut sums);
             for sum in &mut sums {
-                *sum += 0.0; // never minus zero: to that, zeros of both signs would not add alike
+                *sum += 0.0; // turns -0.0 into 0.0, as -0.0 plus a zero depends on the zero's sign
             }
         }
         sums
@@ -315,7 +315,7 @@ impl Multiply<'_> {
         sums: &mut [[f32; WIDTH]],
     ) {
         #[cfg(target_arch = "x86_64")]
-        if quantized_tiles::takes(self.isa, factor.weight, tiles) {
+        if quantized_tiles::is_faster(self.isa, factor.weight, tiles) {
             let Factor { weight, blocks } = factor;
             return quantized_tiles::add_tile_products(weight, panels, tiles, blocks, sums);
         }
@@ -328,7 +328,7 @@ impl Multiply<'_> {
     }
 }
 
-/// [`Multiply::add`]. It knows no type of elements, so that it is compiled once for each build.
+/// The work of [`Multiply::add`]. It is not generic over elements, so it is compiled once per instruction level.
 struct Add<'a> {
     factor: Factor<'a>,
     tiles: &'a [RowTile],
@@ -351,7 +351,7 @@ impl InIntegers for Add<'_> {
     }
 }
 
-/// Multiplies sums with the activations of their gates, if there are any, and writes them to the outputs from `column` on.
+/// Multiplies sums with activated gates, if any, and writes them to the outputs from `column` on.
 struct Finish<'a, 'b, E> {
     /// As in [`Add`].
     sums: &'a mut [[f32; WIDTH]],

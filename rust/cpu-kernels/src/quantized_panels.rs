@@ -1,18 +1,18 @@
-//! The codes and scales of a panel of quantised weights, as vectors.
+//! Loads the codes and scales of a panel of quantised weights into vectors.
 //!
-//! No closures where vectors are made: they would not take the caller's instructions.
+//! There are no closures around intrinsics: closures do not inherit the caller's target features.
 
 use crate::dots::Dots;
 use crate::quantized_format::{Kind, QuantizedFormat as F};
 use crate::quantized_weight::QuantizedWeight;
 
-/// What is compiled for each format.
+/// Work that is compiled for each format.
 pub(crate) trait InFormat {
-    /// Inlined, so that it takes the instructions of its caller.
+    /// Inlined, so that it has its caller's target features.
     fn run<C: Codes, S: Scales>(self);
 }
 
-/// Runs it with the codes and scales of a format.
+/// Runs `work` with the codes and scales of a format.
 #[inline(always)]
 pub(crate) fn in_format(kind: Kind, work: impl InFormat) {
     match kind {
@@ -33,8 +33,8 @@ pub(crate) fn in_format(kind: Kind, work: impl InFormat) {
 /// Codes of a panel's outputs for 32 inputs.
 pub(crate) trait Codes {
     const BYTES: usize;
-    /// The largest.
-    const MOST: i32;
+    /// The largest code.
+    const MAX_CODE: i32;
 
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8];
 }
@@ -44,7 +44,7 @@ struct Four;
 
 impl Codes for Four {
     const BYTES: usize = 256;
-    const MOST: i32 = 15;
+    const MAX_CODE: i32 = 15;
 
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8] {
@@ -62,7 +62,7 @@ struct Five;
 
 impl Codes for Five {
     const BYTES: usize = 320;
-    const MOST: i32 = 31;
+    const MAX_CODE: i32 = 31;
 
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8] {
@@ -87,7 +87,7 @@ struct Six;
 
 impl Codes for Six {
     const BYTES: usize = 384;
-    const MOST: i32 = 63;
+    const MAX_CODE: i32 = 63;
 
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8] {
@@ -113,7 +113,7 @@ struct Eight;
 
 impl Codes for Eight {
     const BYTES: usize = 512;
-    const MOST: i32 = 255;
+    const MAX_CODE: i32 = 255;
 
     #[inline(always)]
     fn load<V: Dots<L>, const L: usize>(block: &[u8], half: usize) -> [V::Codes; 8] {
@@ -133,13 +133,13 @@ impl Codes for Eight {
 
 /// Scales of a panel's outputs.
 pub(crate) trait Scales {
-    /// Of a block: one, or one for each half.
-    const EACH: usize;
+    /// Scales of a block: one, or one for each half.
+    const PER_BLOCK: usize;
     const HAS_MINIMUM: bool;
-    /// Whether they may have all 24 bits of a float: one and a half of them then is not exact.
+    /// True if they may use all 24 bits of a float, so that their product with 1.5 is rounded.
     const ARE_LONG: bool = false;
 
-    /// The scales of a block, and what is added to every weight.
+    /// The scales of a block, and its minimums.
     fn load<V: Dots<L>, const L: usize>(
         weight: &PanelScales<'_>,
         block: usize,
@@ -147,15 +147,15 @@ pub(crate) trait Scales {
     ) -> ([V; 2], V);
 }
 
-/// The records of a panel.
+/// Records of scales of a panel.
 pub(crate) struct PanelScales<'a> {
     records: &'a [u8],
-    /// Blocks of a record.
+    /// Blocks per record.
     blocks: usize,
 }
 
 impl<'a> PanelScales<'a> {
-    /// Of the panel of this number.
+    /// The records of a panel.
     #[inline(always)]
     pub(crate) fn of(weight: &'a QuantizedWeight, panel: usize) -> Self {
         Self {
@@ -164,12 +164,12 @@ impl<'a> PanelScales<'a> {
         }
     }
 
-    /// `N` bytes of a record of `size` bytes, from place `at` on.
+    /// `N` bytes of a record of `size` bytes, from offset `at`.
     #[inline(always)]
     fn bytes<const N: usize>(&self, size: usize, record: usize, at: usize) -> &[u8; N] {
         self.records[record * size + at..]
             .first_chunk()
-            .expect("all panels have all records")
+            .expect("a whole record")
     }
 }
 
@@ -177,7 +177,7 @@ impl<'a> PanelScales<'a> {
 struct Halves;
 
 impl Scales for Halves {
-    const EACH: usize = 1;
+    const PER_BLOCK: usize = 1;
     const HAS_MINIMUM: bool = false;
 
     #[inline(always)]
@@ -191,11 +191,11 @@ impl Scales for Halves {
     }
 }
 
-/// The same with a minimum.
+/// A half-precision scale and minimum for each block.
 struct HalfPairs;
 
 impl Scales for HalfPairs {
-    const EACH: usize = 1;
+    const PER_BLOCK: usize = 1;
     const HAS_MINIMUM: bool = true;
 
     #[inline(always)]
@@ -216,7 +216,7 @@ impl Scales for HalfPairs {
 struct Powers;
 
 impl Scales for Powers {
-    const EACH: usize = 1;
+    const PER_BLOCK: usize = 1;
     const HAS_MINIMUM: bool = false;
 
     #[inline(always)]
@@ -230,11 +230,11 @@ impl Scales for Powers {
     }
 }
 
-/// Q4_K and Q5_K: small integers for each block, with two factors for eight.
+/// Q4_K and Q5_K: integer scales and minimums for each block, with two factors per superblock.
 struct SmallPairs;
 
 impl Scales for SmallPairs {
-    const EACH: usize = 1;
+    const PER_BLOCK: usize = 1;
     const HAS_MINIMUM: bool = true;
 
     #[inline(always)]
@@ -254,11 +254,11 @@ impl Scales for SmallPairs {
     }
 }
 
-/// Q6_K: a small integer for each half of a block, with a factor for eight.
+/// Q6_K: integer scales for each half of a block, with a factor per superblock.
 struct SmallHalves;
 
 impl Scales for SmallHalves {
-    const EACH: usize = 2;
+    const PER_BLOCK: usize = 2;
     const HAS_MINIMUM: bool = false;
 
     #[inline(always)]
@@ -272,8 +272,8 @@ impl Scales for SmallHalves {
         let factor = V::halves(scales.bytes(SIZE, record, 0), half);
         let first = V::signed(scales.bytes(SIZE, record, at), half);
         let second = V::signed(scales.bytes(SIZE, record, at + 16), half);
-        let each = [first.multiply(factor), second.multiply(factor)];
-        (each, V::splat(0.0))
+        let scales = [first.multiply(factor), second.multiply(factor)];
+        (scales, V::splat(0.0))
     }
 }
 
@@ -281,7 +281,7 @@ impl Scales for SmallHalves {
 struct Groups<const IS_HALF: bool>;
 
 impl<const IS_HALF: bool> Scales for Groups<IS_HALF> {
-    const EACH: usize = 1;
+    const PER_BLOCK: usize = 1;
     const HAS_MINIMUM: bool = true;
     const ARE_LONG: bool = !IS_HALF;
 

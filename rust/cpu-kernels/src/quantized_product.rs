@@ -1,9 +1,9 @@
-//! Rows of integers times a quantised weight: sums of a panel's outputs stay in registers.
+//! Products of 8-bit rows with a quantised weight. Sums of a panel's outputs stay in registers.
 //!
-//! No closures where vectors are made: they would not take the caller's instructions.
+//! There are no closures around intrinsics: closures do not inherit the caller's target features.
 //!
-//! A block's products are added up as integers, exactly. Then the sum is multiplied by both scales and added to the
-//! output's, in the order of the blocks: a row has the same bits in every batch and at every level of instructions.
+//! The products of a block are added as integers, which is exact. The sum is multiplied by both scales and added to the
+//! output, block by block in order, so a row has the same bits in every batch and at every instruction level.
 
 use std::marker::PhantomData;
 
@@ -14,10 +14,10 @@ use crate::quantized_panels::{Codes, InFormat, PanelScales, Scales, in_format};
 use crate::quantized_rows::{Factors, Numbers, RowBlocks, RowTile};
 use crate::quantized_weight::QuantizedWeight;
 
-/// Bytes by which a single pass over a weight is read ahead.
+/// Distance of prefetches, in bytes.
 const AHEAD: usize = 2048;
 
-/// Adds to `sums` the products of a tile's rows with the panel's weights.
+/// Adds the products of a tile's rows with a panel to `sums`.
 #[inline(always)]
 pub(crate) fn add_products<V: Dots<L>, const L: usize>(
     weight: &QuantizedWeight,
@@ -37,7 +37,7 @@ pub(crate) fn add_products<V: Dots<L>, const L: usize>(
     in_format(weight.kind(), product);
 }
 
-/// A panel and a tile of rows.
+/// The product of a panel and a tile of rows.
 struct Product<'a, V, const L: usize> {
     codes: &'a [u8],
     scales: PanelScales<'a>,
@@ -53,13 +53,13 @@ impl<V: Dots<L>, const L: usize> InFormat for Product<'_, V, L> {
         match self.width {
             1 => self.add_rows::<C, S, 1>(),
             2 => self.add_rows::<C, S, 2>(),
-            3 if V::MOST_ROWS >= 3 => self.add_rows::<C, S, 3>(),
-            4 if V::MOST_ROWS >= 4 => self.add_rows::<C, S, 4>(),
-            6 if V::MOST_ROWS >= 6 => self.add_rows::<C, S, 6>(),
-            8 if V::MOST_ROWS >= 8 => self.add_rows::<C, S, 8>(),
-            12 if V::MOST_ROWS >= 12 => self.add_rows::<C, S, 12>(),
-            16 if V::MOST_ROWS >= 16 => self.add_rows::<C, S, 16>(),
-            _ => unreachable!("there are no such tiles"),
+            3 if V::MAX_ROWS >= 3 => self.add_rows::<C, S, 3>(),
+            4 if V::MAX_ROWS >= 4 => self.add_rows::<C, S, 4>(),
+            6 if V::MAX_ROWS >= 6 => self.add_rows::<C, S, 6>(),
+            8 if V::MAX_ROWS >= 8 => self.add_rows::<C, S, 8>(),
+            12 if V::MAX_ROWS >= 12 => self.add_rows::<C, S, 12>(),
+            16 if V::MAX_ROWS >= 16 => self.add_rows::<C, S, 16>(),
+            _ => unreachable!("TILE_ROWS has no other numbers"),
         }
     }
 }
@@ -89,7 +89,7 @@ impl<V: Dots<L>, const L: usize> Product<'_, V, L> {
                 let (scales, minimum) = S::load::<V, L>(&self.scales, number, half);
                 for ((row, factors), sums) in numbers.iter().zip(factors).zip(&mut sums) {
                     let sum = &mut sums[half];
-                    *sum = match S::EACH {
+                    *sum = match S::PER_BLOCK {
                         1 => {
                             let dot = dot::<V, L, C, 8>(&codes, row, factors, 0);
                             let scaled = dot.multiply(scales[0]);
@@ -118,7 +118,7 @@ impl<V: Dots<L>, const L: usize> Product<'_, V, L> {
     }
 }
 
-/// The products of a part of a block, of `N` times four codes.
+/// The sum of products of a part of a block, of `4 * N` codes.
 #[inline(always)]
 fn dot<V: Dots<L>, const L: usize, C: Codes, const N: usize>(
     codes: &[V::Codes; 8],
@@ -128,7 +128,7 @@ fn dot<V: Dots<L>, const L: usize, C: Codes, const N: usize>(
 ) -> V {
     let codes = &codes[part * N..][..N];
     let (numbers, start) = (&row.0[part * N..][..N], factors.starts[part]);
-    match C::MOST {
+    match C::MAX_CODE {
         15 => V::dot::<N, 15>(codes, numbers, start),
         31 => V::dot::<N, 31>(codes, numbers, start),
         63 => V::dot::<N, 63>(codes, numbers, start),

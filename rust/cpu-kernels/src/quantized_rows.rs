@@ -1,4 +1,4 @@
-//! Rows of floats as small integers, in the order in which products with quantised weights read them.
+//! Activation rows as 8-bit integers, in the order in which products with quantised weights read them.
 
 use std::ops::Range;
 
@@ -7,22 +7,22 @@ use crate::element::Element;
 use crate::isa::Isa;
 use crate::quantized_format::{BLOCK, Offset};
 
-/// Rows of a tile: fewer are filled up with rows of zeros.
+/// Numbers of rows that a tile may have; other numbers are padded with rows of zeros.
 const TILE_ROWS: [usize; 8] = [1, 2, 3, 4, 6, 8, 12, 16];
 
-/// A largest number below which a block counts as zeros.
+/// A block whose absolute values are all smaller is quantised to zeros.
 const TINY: f32 = 1e-35;
 
-/// 32 numbers of a row: integers from -127 to 127. They lie within a line of the processor's cache.
+/// 32 numbers of a row: integers from -127 to 127, within one cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(32))]
 pub(crate) struct Numbers(pub(crate) [[i8; 4]; BLOCK / 4]);
 
-/// What [`Numbers`] are multiplied with.
+/// The scale and sums of [`Numbers`].
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
 pub(crate) struct Factors {
-    /// The start of sums with codes: minus their offset, times the integers of the block or of each half.
+    /// Initial values of sums of products: minus the codes' offset times the sum of the block's or each half's integers.
     pub(crate) starts: [i32; 2],
     pub(crate) scale: f32,
     /// The sum of the integers, times the scale.
@@ -32,8 +32,8 @@ pub(crate) struct Factors {
 impl Numbers {
     const ZERO: Self = Self([[0; 4]; BLOCK / 4]);
 
-    /// They become the nearest integers; with a scale of a 127th of the largest absolute value. A number that is not finite
-    /// makes the scale so. Arrays of 16 lanes become vectors.
+    /// Rounds floats to the nearest integers, with a scale of a 127th of the largest absolute value. NaN and infinities
+    /// make the scale not finite. The compiler vectorises the arrays of 16.
     #[inline(always)]
     fn set(&mut self, floats: &[f32; BLOCK], offset: Offset) -> Factors {
         const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the integer in the low bits
@@ -79,7 +79,7 @@ impl Factors {
     };
 }
 
-/// Blocks of rows in memory.
+/// Buffers for the blocks of rows.
 #[derive(Debug, Default)]
 pub(crate) struct RowMemory {
     numbers: Vec<Numbers>,
@@ -87,8 +87,8 @@ pub(crate) struct RowMemory {
 }
 
 impl RowMemory {
-    /// Memory for so many blocks, with whatever is there.
-    pub(crate) fn room(&mut self, size: usize) -> (&mut [Numbers], &mut [Factors]) {
+    /// Buffers for `size` blocks, not initialised.
+    pub(crate) fn buffers(&mut self, size: usize) -> (&mut [Numbers], &mut [Factors]) {
         if self.numbers.len() < size {
             self.numbers = vec![Numbers::ZERO; size];
             self.factors = vec![Factors::ZERO; size];
@@ -101,7 +101,7 @@ impl RowMemory {
         size_of_val(&self.numbers[..]) + size_of_val(&self.factors[..])
     }
 
-    /// The first blocks.
+    /// The blocks in the buffers.
     pub(crate) fn blocks(&self) -> RowBlocks<'_> {
         RowBlocks {
             numbers: &self.numbers,
@@ -110,7 +110,7 @@ impl RowMemory {
     }
 }
 
-/// Blocks of rows. Numbers and factors lie apart: a tile of numbers takes half as many lines.
+/// Blocks of rows. Numbers and factors are separate, so a tile of numbers takes half as many cache lines.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowBlocks<'a> {
     pub(crate) numbers: &'a [Numbers],
@@ -118,7 +118,7 @@ pub(crate) struct RowBlocks<'a> {
 }
 
 impl<'a> RowBlocks<'a> {
-    /// Bytes of a block.
+    /// Bytes per block.
     pub(crate) const BYTES: usize = size_of::<Numbers>() + size_of::<Factors>();
 
     #[inline(always)]
@@ -139,17 +139,17 @@ impl<'a> RowBlocks<'a> {
 /// Rows that are multiplied together: `[blocks, width]` of [`RowBlocks`].
 #[derive(Clone, Debug)]
 pub(crate) struct RowTile {
-    /// Of the rows.
+    /// Rows of the input.
     pub(crate) rows: Range<usize>,
-    /// Rows with those that fill it up.
+    /// Rows with padding.
     pub(crate) width: usize,
-    /// Of the blocks.
+    /// Range of the blocks.
     pub(crate) blocks: Range<usize>,
 }
 
-/// So many rows of so many blocks, in tiles of at most `most` rows.
-pub(crate) fn tiles(count: usize, num_blocks: usize, most: usize) -> Vec<RowTile> {
-    let num_tiles = count.div_ceil(most);
+/// Divides `count` rows of `num_blocks` blocks into tiles of at most `max_rows` rows.
+pub(crate) fn tiles(count: usize, num_blocks: usize, max_rows: usize) -> Vec<RowTile> {
+    let num_tiles = count.div_ceil(max_rows);
     let mut first = 0;
     let tile = |number: usize| {
         let rows = number * count / num_tiles..(number + 1) * count / num_tiles;
@@ -166,7 +166,7 @@ pub(crate) fn tiles(count: usize, num_blocks: usize, most: usize) -> Vec<RowTile
     (0..num_tiles).map(tile).collect()
 }
 
-/// Makes the blocks of a tile.
+/// Quantises the rows of a tile.
 pub(crate) struct Quantize<'a, E> {
     /// `[rows, in_features]`.
     pub(crate) rows: &'a [E],

@@ -1,10 +1,11 @@
-//! Rows of integers times a quantised weight by AMX: a tile multiplies up to 16 rows with a panel's codes for 32 inputs.
+//! Products of 8-bit rows with a quantised weight by AMX: a tile multiplies up to 16 rows with a panel's codes for 32
+//! inputs.
 //!
-//! A panel's codes are made signed bytes once for all tiles of rows. The products of a block are added up by the tile,
-//! exactly; then vectors multiply them by the scales and add them to the sums, in the order of [`crate::quantized_product`]
-//! and with its bits. So vectors may multiply few rows and tiles many.
+//! A panel's codes are unpacked to signed bytes once for all tiles of rows. A tile adds the products of a block exactly.
+//! Vectors then multiply by the scales and add to the sums in the order of [`crate::quantized_product`]. Results have the
+//! same bits, so few rows may take that path and many this one.
 //!
-//! No closures where vectors are made: they would not take the caller's instructions.
+//! There are no closures around intrinsics: closures do not inherit the caller's target features.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -21,31 +22,31 @@ use crate::tiles::{
     Line, ROWS, Rows, STRIDE, Shape, TILES, Tiles, load, multiply_add_bytes, store, zero,
 };
 
-/// Rows from which on tiles are faster than vectors, of weights with one scale for a block and with two.
-const MANY_ROWS: [usize; 2] = [16, 32];
+/// Rows from which tiles are faster than vectors: for weights with one scale per block, and with two.
+const MIN_ROWS: [usize; 2] = [16, 32];
 
-/// Blocks of a panel that are unpacked at a time: with those of a second panel, they stay in a core's second cache.
+/// Blocks of a panel that are unpacked at a time: with those of a second panel, they stay in the L2 cache.
 const CHUNK: usize = 24;
 
-/// Panels that are multiplied together: they share a tile of rows.
+/// Panels that are multiplied with one load of a tile of rows.
 const PAIR: usize = 2;
 
-/// Products of tiles that are stored before vectors load the first of them: until then it is in the first cache.
-const TOGETHER: usize = 8;
+/// Tile products that are stored before vectors load the first of them: they stay in the L1 cache.
+const BATCH: usize = 8;
 
-/// Pairs of them.
-const PAIRS: usize = TOGETHER / 2;
+/// Pairs of products in a batch.
+const PAIRS: usize = BATCH / 2;
 
-/// Pairs that are multiplied before one is stored: a product takes as long.
-const LATER: usize = 2;
+/// Pairs that are issued before one is stored, which covers the latency of a product.
+const LATENCY: usize = 2;
 
 /// Bytes of a row's numbers in half a block.
 const HALF: usize = BLOCK / 2;
 
-/// Sums of [`TOGETHER`] products.
-type Found = [Line<i32>; TOGETHER * ROWS];
+/// A batch of tile products.
+type Products = [Line<i32>; BATCH * ROWS];
 
-/// Repeats code for each of `$count` rows. A loop would keep vectors in memory.
+/// Unrolls code for `$count` rows. A loop would spill the vectors to memory.
 macro_rules! each_row {
     ($count:ident, $row:ident => $body:block) => {
         each_row!($count, $row => $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
@@ -58,10 +59,10 @@ macro_rules! each_row {
     };
 }
 
-/// 1.5 * 2^23: an integer of 22 bits that is added to its bits is added to the float.
+/// 1.5 * 2^23: adding a 22-bit integer to its bits adds it to the float.
 const LARGE: f32 = 12_582_912.0;
 
-/// Codes of a panel for 32 inputs as a tile has them, less their offset, and the panel's scales.
+/// A block of a panel, unpacked: codes minus their offset in the layout of a tile, and scales.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Block {
@@ -81,19 +82,19 @@ impl Block {
     };
 }
 
-/// Whether [`add_tile_products`] is for this weight and these tiles of rows.
-pub(crate) fn takes(isa: Isa, weight: &QuantizedWeight, tiles: &[RowTile]) -> bool {
-    let many = match weight.kind().offset() {
-        Offset::OfBlock(_) => MANY_ROWS[0],
-        Offset::OfHalves(_) => MANY_ROWS[1],
+/// True if [`add_tile_products`] supports this weight and is faster for these tiles of rows.
+pub(crate) fn is_faster(isa: Isa, weight: &QuantizedWeight, tiles: &[RowTile]) -> bool {
+    let min_rows = match weight.kind().offset() {
+        Offset::OfBlock(_) => MIN_ROWS[0],
+        Offset::OfHalves(_) => MIN_ROWS[1],
     };
     isa == Isa::Amx
         && Build::at(isa) == Build::Vnni
-        && tiles.iter().map(|tile| tile.width).sum::<usize>() >= many
+        && tiles.iter().map(|tile| tile.width).sum::<usize>() >= min_rows
 }
 
-/// Adds to `sums`, `[panels, rows of the tiles]`, the products of the tiles' rows with these panels. Only for what
-/// [`takes`] is for.
+/// Adds the products of the tiles' rows with these panels to `sums`, `[panels, rows of the tiles]`. Call it only if
+/// [`is_faster`].
 pub(crate) fn add_tile_products(
     weight: &QuantizedWeight,
     panels: Range<usize>,
@@ -134,7 +135,7 @@ impl InFormat for Panels<'_> {
         let num_rows = self.sums.len() / self.panels.len();
         let chunk = CHUNK.min(num_blocks);
         let mut unpacked = vec![Block::ZERO; PAIR * chunk];
-        let mut found = Box::new([[Line([0; WIDTH]); TOGETHER * ROWS]; 2]);
+        let mut products = Box::new([[Line([0; WIDTH]); BATCH * ROWS]; 2]);
         let mut set_up: Option<(usize, Tiles)> = None;
         let pairs = self.panels.clone().step_by(PAIR);
         for (panel, sums) in pairs.zip(self.sums.chunks_mut(PAIR * num_rows)) {
@@ -168,7 +169,7 @@ impl InFormat for Panels<'_> {
                         .is_none_or(|(width, _)| *width != tile.width)
                     {
                         drop(set_up.take());
-                        let shapes = shapes(tile.width, BLOCK / S::EACH);
+                        let shapes = shapes(tile.width, BLOCK / S::PER_BLOCK);
                         set_up = Some((tile.width, Tiles::of_shapes(&shapes)));
                     }
                     let begin = tile.blocks.start + first * tile.width;
@@ -178,15 +179,15 @@ impl InFormat for Panels<'_> {
                         panels: [&even[..count], &odd[..count]],
                         rows,
                         sums,
-                        places: [first_row, num_rows + first_row],
-                        found: &mut found,
+                        sums_from: [first_row, num_rows + first_row],
+                        products: &mut products,
                         next,
                         panel_bytes,
                         ahead,
                     };
-                    // SAFETY: the machine has the instructions, as whoever calls has them.
+                    // SAFETY: the caller has these target features.
                     unsafe {
-                        match (S::EACH, S::HAS_MINIMUM, S::ARE_LONG) {
+                        match (S::PER_BLOCK, S::HAS_MINIMUM, S::ARE_LONG) {
                             (2, ..) => product.add::<2, false, false>(num_panels, tile.width),
                             (_, true, true) => product.add::<1, true, true>(num_panels, tile.width),
                             (_, true, _) => product.add::<1, true, false>(num_panels, tile.width),
@@ -201,8 +202,7 @@ impl InFormat for Panels<'_> {
     }
 }
 
-/// The shapes of the tiles for so many rows and so many inputs of a product: sums are in tiles 0 to 3, rows in 4 and 5,
-/// codes in 6 and 7.
+/// Tile shapes for `width` rows and `inputs` inputs per product: tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 codes.
 fn shapes(width: usize, inputs: usize) -> [Shape; TILES] {
     let sums = Shape {
         rows: width,
@@ -219,7 +219,7 @@ fn shapes(width: usize, inputs: usize) -> [Shape; TILES] {
     [sums, sums, sums, sums, rows, rows, codes, codes]
 }
 
-/// Unpacks some blocks of a panel, from number `first` on.
+/// Unpacks blocks of a panel, from block `first` on.
 #[inline(always)]
 fn unpack<C: Codes, S: Scales>(
     codes: &[u8],
@@ -228,7 +228,7 @@ fn unpack<C: Codes, S: Scales>(
     offset: i8,
     unpacked: &mut [Block],
 ) {
-    /// Bytes by which codes are read ahead.
+    /// Distance of prefetches, in bytes.
     const AHEAD: usize = 2048;
     for (number, (block, codes)) in unpacked
         .iter_mut()
@@ -241,14 +241,14 @@ fn unpack<C: Codes, S: Scales>(
         let codes = C::load::<__m512, 16>(codes, 0);
         let (scales, minimum) = S::load::<__m512, 16>(scales, first + number, 0);
         for at in 0..BLOCK / 4 {
-            // SAFETY: the machine has these instructions, as whoever calls has them; 64 bytes are written.
+            // SAFETY: the caller has these target features; 64 bytes are written.
             unsafe {
                 let signed = _mm512_sub_epi8(codes[at], _mm512_set1_epi8(offset));
                 _mm512_store_si512(block.codes[at].as_mut_ptr().cast(), signed);
             }
         }
         let large = <__m512 as Vector<16>>::splat(-LARGE);
-        for at in 0..S::EACH {
+        for at in 0..S::PER_BLOCK {
             scales[at].store(&mut block.scales[at]);
             scales[at].multiply(large).store(&mut block.starts[at]);
         }
@@ -256,45 +256,44 @@ fn unpack<C: Codes, S: Scales>(
     }
 }
 
-/// Some blocks of one panel or two, and a tile of rows.
+/// The product of blocks of one or two panels with a tile of rows.
 struct Product<'a> {
     panels: [&'a [Block]; PAIR],
     /// `[blocks, width]`.
     rows: RowBlocks<'a>,
     sums: &'a mut [[f32; WIDTH]],
-    /// Where the rows of each panel begin there.
-    places: [usize; PAIR],
-    found: &'a mut [Found; 2],
-    /// What is asked for meanwhile, of as many panels; the bytes of a panel; and how many lines of each.
+    /// By panel, the index of its first row in `sums`.
+    sums_from: [usize; PAIR],
+    products: &'a mut [Products; 2],
+    /// Codes to prefetch meanwhile, from as many panels; the bytes of a panel; and the lines of each to prefetch.
     next: *const u8,
     panel_bytes: usize,
     ahead: usize,
 }
 
 impl Product<'_> {
-    /// Adds the products of the rows. A block has `EACH` scales; they may be long, as [`Scales::ARE_LONG`] has it.
+    /// Adds the products of the rows. The constants are those of [`Scales`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    fn add<const EACH: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool>(
+    fn add<const PER_BLOCK: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool>(
         self,
         num_panels: usize,
         width: usize,
     ) {
         match (num_panels, width) {
-            (1, 8) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 1, 8>(),
-            (1, 12) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 1, 12>(),
-            (1, 16) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 1, 16>(),
-            (2, 8) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 2, 8>(),
-            (2, 12) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 2, 12>(),
-            (2, 16) => self.add_rows::<EACH, HAS_MINIMUM, ARE_LONG, 2, 16>(),
-            _ => unreachable!("there are no such tiles"),
+            (1, 8) => self.add_rows::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, 1, 8>(),
+            (1, 12) => self.add_rows::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, 1, 12>(),
+            (1, 16) => self.add_rows::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, 1, 16>(),
+            (2, 8) => self.add_rows::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, 2, 8>(),
+            (2, 12) => self.add_rows::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, 2, 12>(),
+            (2, 16) => self.add_rows::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, 2, 16>(),
+            _ => unreachable!("MIN_ROWS excludes other widths"),
         }
     }
 
-    /// Adds the products of `R` rows with `P` panels: while tiles multiply some blocks, vectors add those before to the
-    /// sums.
+    /// Adds the products of `R` rows with `P` panels. While tiles multiply a batch, vectors add the one before to the sums.
     #[inline(always)]
     fn add_rows<
-        const EACH: usize,
+        const PER_BLOCK: usize,
         const HAS_MINIMUM: bool,
         const ARE_LONG: bool,
         const P: usize,
@@ -303,22 +302,22 @@ impl Product<'_> {
         self,
     ) {
         let (numbers, factors) = self.rows.by_rows::<R>();
-        let mut pairs = Pairs::<EACH, P, R> {
+        let mut pairs = Pairs::<PER_BLOCK, P, R> {
             panels: self.panels,
             numbers,
-            found: self.found,
-            count: (numbers.len() * EACH * P).div_ceil(2),
+            products: self.products,
+            count: (numbers.len() * PER_BLOCK * P).div_ceil(2),
             next: 0,
         };
-        let each = TOGETHER / P / EACH;
-        let num_steps = numbers.len().div_ceil(each);
+        let blocks_per_step = BATCH / P / PER_BLOCK;
+        let num_steps = numbers.len().div_ceil(blocks_per_step);
         let lines = self.ahead.div_ceil(num_steps);
-        pairs.multiply_to(PAIRS + LATER);
+        pairs.multiply_to(PAIRS + LATENCY);
         for step in 0..num_steps {
-            let part = step * each..numbers.len().min((step + 1) * each);
-            let end = (step + 2) * PAIRS + LATER;
+            let part = step * blocks_per_step..numbers.len().min((step + 1) * blocks_per_step);
+            let end = (step + 2) * PAIRS + LATENCY;
             for panel in 0..P {
-                let sums_of_panel = &mut self.sums[self.places[panel]..][..R];
+                let sums_of_panel = &mut self.sums[self.sums_from[panel]..][..R];
                 let mut sums = [<__m512 as Vector<16>>::splat(0.0); R];
                 each_row!(R, row => { sums[row] = __m512::load(&sums_of_panel[row]); });
                 for (number, (rows, weights)) in factors[part.clone()]
@@ -326,12 +325,14 @@ impl Product<'_> {
                     .zip(&self.panels[panel][part.clone()])
                     .enumerate()
                 {
-                    if (number * EACH).is_multiple_of(2) {
+                    if (number * PER_BLOCK).is_multiple_of(2) {
                         pairs.multiply_to(end.min(pairs.next + 1));
                     }
-                    let place = (panel * each + number) * EACH * ROWS;
-                    let products = &pairs.found[step % 2][place..][..EACH * ROWS];
-                    scale::<EACH, HAS_MINIMUM, ARE_LONG, R>(weights, rows, products, &mut sums);
+                    let at = (panel * blocks_per_step + number) * PER_BLOCK * ROWS;
+                    let products = &pairs.products[step % 2][at..][..PER_BLOCK * ROWS];
+                    scale::<PER_BLOCK, HAS_MINIMUM, ARE_LONG, R>(
+                        weights, rows, products, &mut sums,
+                    );
                 }
                 each_row!(R, row => { sums[row].store(&mut sums_of_panel[row]); });
                 for line in 0..lines {
@@ -344,34 +345,34 @@ impl Product<'_> {
     }
 }
 
-/// Pairs of products of tiles: of a block with two panels, or of two blocks with one, or of the halves of blocks. A pair is
-/// stored [`LATER`], when its products are there.
-struct Pairs<'a, const EACH: usize, const P: usize, const R: usize> {
+/// Pairs of tile products: of a block with two panels, of two blocks with one, or of the halves of blocks. A pair is
+/// stored [`LATENCY`] pairs after it was issued.
+struct Pairs<'a, const PER_BLOCK: usize, const P: usize, const R: usize> {
     panels: [&'a [Block]; PAIR],
     numbers: &'a [[Numbers; R]],
-    /// Of even and of odd steps, `[panels, blocks, halves]`.
-    found: &'a mut [Found; 2],
+    /// Batches of even and odd steps, `[panels, blocks, halves]`.
+    products: &'a mut [Products; 2],
     count: usize,
     /// The number of the next pair.
     next: usize,
 }
 
-impl<const EACH: usize, const P: usize, const R: usize> Pairs<'_, EACH, P, R> {
-    /// Multiplies pairs before the one of this number, and stores those that are due.
+impl<const PER_BLOCK: usize, const P: usize, const R: usize> Pairs<'_, PER_BLOCK, P, R> {
+    /// Issues the pairs before `end`, and stores those whose products are complete.
     #[inline(always)]
     fn multiply_to(&mut self, end: usize) {
-        for pair in self.next..end.min(self.count + LATER) {
-            let stored = pair.wrapping_sub(LATER);
-            let place = stored % PAIRS * ROWS;
-            let found = &mut self.found[stored / PAIRS % 2];
+        for pair in self.next..end.min(self.count + LATENCY) {
+            let stored = pair.wrapping_sub(LATENCY);
+            let at = stored % PAIRS * ROWS;
+            let products = &mut self.products[stored / PAIRS % 2];
             let [first, second] = match P {
-                1 => [2 * place, 2 * place + ROWS],
-                _ => [place, PAIRS * ROWS + place],
+                1 => [2 * at, 2 * at + ROWS],
+                _ => [at, PAIRS * ROWS + at],
             };
             if pair % 2 == 0 {
-                if pair >= LATER {
-                    store!("tmm0", found[first..]);
-                    store!("tmm1", found[second..]);
+                if pair >= LATENCY {
+                    store!("tmm0", products[first..]);
+                    store!("tmm1", products[second..]);
                 }
                 if pair < self.count {
                     zero!("tmm0", "tmm1");
@@ -387,9 +388,9 @@ impl<const EACH: usize, const P: usize, const R: usize> Pairs<'_, EACH, P, R> {
                     }
                 }
             } else {
-                if pair >= LATER {
-                    store!("tmm2", found[first..]);
-                    store!("tmm3", found[second..]);
+                if pair >= LATENCY {
+                    store!("tmm2", products[first..]);
+                    store!("tmm3", products[second..]);
                 }
                 if pair < self.count {
                     zero!("tmm2", "tmm3");
@@ -409,21 +410,21 @@ impl<const EACH: usize, const P: usize, const R: usize> Pairs<'_, EACH, P, R> {
         }
     }
 
-    /// The block of a product of a pair. With one panel and an odd number of blocks, the last one is multiplied twice.
+    /// The block of a product. With one panel and an odd number of blocks, the last one is multiplied twice.
     #[inline(always)]
     fn block(&self, pair: usize, number: usize) -> usize {
         match P {
-            1 => ((2 * pair + number) / EACH).min(self.numbers.len() - 1),
-            _ => pair / EACH,
+            1 => ((2 * pair + number) / PER_BLOCK).min(self.numbers.len() - 1),
+            _ => pair / PER_BLOCK,
         }
     }
 
-    /// The half of a block, where it has two scales.
+    /// The half of the block, if blocks have two scales.
     #[inline(always)]
     fn half(&self, pair: usize, number: usize) -> usize {
         match P {
-            1 => number % EACH,
-            _ => pair % EACH,
+            1 => number % PER_BLOCK,
+            _ => pair % PER_BLOCK,
         }
     }
 
@@ -441,26 +442,26 @@ impl<const EACH: usize, const P: usize, const R: usize> Pairs<'_, EACH, P, R> {
     fn codes(&self, pair: usize, number: usize) -> Rows<'_> {
         let panel = if P == 1 { 0 } else { number };
         let block = &self.panels[panel][self.block(pair, number)];
-        let each = BLOCK / 4 / EACH;
+        let lines = BLOCK / 4 / PER_BLOCK;
         Rows::every(
-            &block.codes[self.half(pair, number) * each..][..each],
+            &block.codes[self.half(pair, number) * lines..][..lines],
             STRIDE,
         )
     }
 }
 
-/// Multiplies the sums of a block's products by their scales and adds them to the sums of all blocks. While tiles are at
-/// work, half of the units for floats rest, not those for integers: so an addition of integers makes floats of the sums.
-/// The multiplication that takes [`LARGE`] away again rounds once, as that of the sums would.
+/// Multiplies the sums of a block's products by their scales and adds them to the sums of all blocks. While AMX is active,
+/// half of the floating-point units are idle and the integer units are not, so an integer addition converts the sums to
+/// floats. The multiplication that subtracts [`LARGE`] again rounds once, like that of a converted sum.
 #[inline(always)]
-fn scale<const EACH: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool, const R: usize>(
+fn scale<const PER_BLOCK: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool, const R: usize>(
     block: &Block,
     rows: &[Factors; R],
     products: &[Line<i32>],
     sums: &mut [__m512; R],
 ) {
     let (products, _) = products.as_chunks::<ROWS>();
-    let products = &products[..EACH];
+    let products = &products[..PER_BLOCK];
     let scales = [
         __m512::load(&block.scales[0]),
         __m512::load(&block.scales[1]),
@@ -472,8 +473,8 @@ fn scale<const EACH: usize, const HAS_MINIMUM: bool, const ARE_LONG: bool, const
     let minimum = __m512::load(&block.minimum);
     each_row!(R, row => {
         let scale = <__m512 as Vector<16>>::splat(rows[row].scale);
-        for half in 0..EACH {
-            // SAFETY: the machine has these instructions, as whoever calls has them; 64 bytes are read.
+        for half in 0..PER_BLOCK {
+            // SAFETY: the caller has these target features; 64 bytes are read.
             let products = unsafe {
                 let products = _mm512_load_si512(products[half][row].0.as_ptr().cast());
                 if ARE_LONG {

@@ -1,4 +1,4 @@
-//! The weight of a linear layer in few bits, laid out in the order in which products read it.
+//! Quantised weights of linear layers, packed in the order in which products read them.
 
 use crate::dots::widen_half;
 use crate::element::Element;
@@ -10,14 +10,14 @@ use crate::quantized_format::{
 use crate::step::{above_zero, same_length};
 use crate::weight_memory::WeightMemory;
 
-/// Groups of inputs that have a scale, in weights that are not ggml's.
+/// Inputs per scale, in weights that are not ggml's.
 const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 
-/// The zero point of 4-bit codes that come without one.
-const MIDDLE: u8 = 8;
+/// The zero point of symmetric 4-bit codes.
+const SYMMETRIC_ZERO: u8 = 8;
 
-/// The weight of a linear layer, copied into panels of 16 outputs with the bits that the file has for it. Codes, scales
-/// and minimums keep their values: a product is that with the weights that [`QuantizedWeight::gather`] gives.
+/// The quantised weight of a linear layer, packed into panels of 16 outputs. Codes, scales and minimums keep their values:
+/// a product is that with the weights of [`QuantizedWeight::gather`].
 #[derive(Debug)]
 pub struct QuantizedWeight {
     kind: Kind,
@@ -28,11 +28,11 @@ pub struct QuantizedWeight {
 }
 
 impl QuantizedWeight {
-    /// Copies `data`, the blocks of `[out_features, in_features]` weights as a GGUF file has them.
+    /// Packs the blocks of a GGUF file, `[out_features, in_features]` weights.
     ///
     /// # Errors
     ///
-    /// A size of 0, inputs that are not whole blocks, another number of bytes, or a scale that is not finite.
+    /// A size of 0, inputs that are not whole blocks, a wrong number of bytes, or a scale that is not finite.
     pub fn pack(
         format: QuantizedFormat,
         data: &[u8],
@@ -44,21 +44,21 @@ impl QuantizedWeight {
         let row_bytes = in_features / size * bytes;
         let expected = row_bytes.checked_mul(out_features);
         same_length("data", expected.ok_or(Error::TooLarge)?, data.len())?;
-        weight.fill(|output, number, codes, record, place| {
+        weight.fill(|output, number, codes, record, lane| {
             let block = &data[output * row_bytes + number * bytes..][..bytes];
-            unpack(format, block, codes, record, place)
+            unpack(format, block, codes, record, lane)
         })?;
         Ok(weight)
     }
 
-    /// Copies 4-bit weights `(code - zero) * scale`. `codes` are `[out_features, in_features / 2]`, the first of two inputs in
-    /// the lower bits. Each `group_size` inputs, 32, 64 or 128, have one of `scales` and of `zeros`, both `[out_features,
-    /// in_features / group_size]`. Without `zeros` they are 8. Scales take 2 bytes where half precision has their values,
-    /// else 4.
+    /// Packs 4-bit weights `(code - zero) * scale`. `codes` are `[out_features, in_features / 2]`, the first of two inputs in
+    /// the low nibble. Each group of `group_size` inputs, 32, 64 or 128, has a scale and a zero, both `[out_features,
+    /// in_features / group_size]`; `zeros` of `None` are 8. Scales take 2 bytes if half precision represents all of them
+    /// exactly, else 4.
     ///
     /// # Errors
     ///
-    /// A size of 0, inputs that are not whole groups, another size of groups or arrays, or a scale that is not finite.
+    /// A size of 0, inputs that are not whole groups, a wrong size of groups or arrays, or a scale that is not finite.
     pub fn from_groups(
         codes: &[u8],
         scales: &[f32],
@@ -85,23 +85,23 @@ impl QuantizedWeight {
         if let Some(zeros) = zeros {
             same_length("zeros", num_scales, zeros.len())?;
         }
-        weight.fill(|output, number, blocks, record, place| {
+        weight.fill(|output, number, blocks, record, lane| {
             let at = output * num_groups + number;
-            let zero = zeros.map_or(MIDDLE, |zeros| zeros[at]);
-            let zero_place = match &halves {
+            let zero = zeros.map_or(SYMMETRIC_ZERO, |zeros| zeros[at]);
+            let zeros_from = match &halves {
                 Some(halves) => {
-                    record[2 * place..][..2].copy_from_slice(&halves[at].to_le_bytes());
+                    record[2 * lane..][..2].copy_from_slice(&halves[at].to_le_bytes());
                     2 * WIDTH
                 }
                 None => {
-                    record[4 * place..][..4].copy_from_slice(&scales[at].to_ne_bytes());
+                    record[4 * lane..][..4].copy_from_slice(&scales[at].to_ne_bytes());
                     4 * WIDTH
                 }
             };
-            record[zero_place + place] = zero;
+            record[zeros_from + lane] = zero;
             let bytes = &codes[at * group_size / 2..][..group_size / 2];
             for (codes, bytes) in blocks.iter_mut().zip(bytes.chunks_exact(BLOCK / 2)) {
-                for (pair, byte) in codes[place].as_chunks_mut().0.iter_mut().zip(bytes) {
+                for (pair, byte) in codes[lane].as_chunks_mut().0.iter_mut().zip(bytes) {
                     *pair = [byte & 15, byte >> 4];
                 }
             }
@@ -117,9 +117,9 @@ impl QuantizedWeight {
         if !in_features.is_multiple_of(block) {
             return Err(Error::Inputs { in_features, block });
         }
-        let size = |each: usize, bytes: usize| {
+        let size = |inputs: usize, bytes: usize| {
             let panels = out_features.div_ceil(WIDTH);
-            let size = (in_features / each).checked_mul(bytes)?;
+            let size = (in_features / inputs).checked_mul(bytes)?;
             size.checked_mul(panels)
         };
         let codes = size(BLOCK, kind.code_bytes()).ok_or(Error::TooLarge)?;
@@ -133,11 +133,11 @@ impl QuantizedWeight {
         })
     }
 
-    /// Calls `block` with each output, the number of a record's blocks, their codes, the record, and the output's place
-    /// there. False from it: a scale is not finite.
+    /// Calls `unpack` with each output, the number of a record, its codes, the record, and the output's lane in the panel.
+    /// It returns false if a scale is not finite.
     fn fill(
         &mut self,
-        mut block: impl FnMut(usize, usize, &mut [Codes], &mut [u8], usize) -> bool,
+        mut unpack: impl FnMut(usize, usize, &mut [Codes], &mut [u8], usize) -> bool,
     ) -> Result<(), Error> {
         let kind = self.kind;
         let (blocks, code_bytes) = (kind.record_blocks(), kind.code_bytes());
@@ -155,9 +155,9 @@ impl QuantizedWeight {
             if outputs < WIDTH {
                 codes.fill([[0; BLOCK]; WIDTH]);
             }
-            for place in 0..outputs {
-                let output = panel * WIDTH + place;
-                if !block(output, number, &mut codes, record, place) {
+            for lane in 0..outputs {
+                let output = panel * WIDTH + lane;
+                if !unpack(output, number, &mut codes, record, lane) {
                     let input = number * blocks * BLOCK;
                     return Err(Error::Scale { output, input });
                 }
@@ -176,19 +176,19 @@ impl QuantizedWeight {
         }
     }
 
-    /// Elements of a row that is multiplied.
+    /// Elements of an input row.
     #[must_use]
     pub fn in_features(&self) -> usize {
         self.in_features
     }
 
-    /// Elements of a product.
+    /// Elements of an output row.
     #[must_use]
     pub fn out_features(&self) -> usize {
         self.out_features
     }
 
-    /// The format: that of ggml, or `None` for groups.
+    /// The ggml format; `None` for groups.
     #[must_use]
     pub fn format(&self) -> Option<QuantizedFormat> {
         match self.kind {
@@ -203,12 +203,12 @@ impl QuantizedWeight {
         self.codes.elements().len() + self.records.elements().len()
     }
 
-    /// Copies the weights of some outputs, `[outputs, in_features]`, as a lookup in an embedding does. They have the bits that
-    /// ggml's definition gives them in float32, rounded for bfloat16.
+    /// Dequantises the weights of some outputs, `[outputs, in_features]`, as an embedding lookup does. They have the bits
+    /// of ggml's definition in float32, rounded for bfloat16.
     ///
     /// # Errors
     ///
-    /// An output that there is not, or another length of `out`: nothing is written then.
+    /// An output out of range, or a wrong length of `out`: nothing is written then.
     pub fn gather<E: Element>(&self, outputs: &[i64], out: &mut [E]) -> Result<(), Error> {
         let expected = outputs.len().checked_mul(self.in_features);
         same_length("out", expected.ok_or(Error::TooLarge)?, out.len())?;
@@ -222,7 +222,7 @@ impl QuantizedWeight {
         }
         let kind = self.kind;
         for (&output, out) in outputs.iter().zip(out.chunks_exact_mut(self.in_features)) {
-            let (panel, place) = (output as usize / WIDTH, output as usize % WIDTH);
+            let (panel, lane) = (output as usize / WIDTH, output as usize % WIDTH);
             let records = self.records(panel);
             let lines = self.codes(panel).chunks_exact(kind.code_bytes());
             let (out, _) = out.as_chunks_mut::<BLOCK>();
@@ -230,11 +230,11 @@ impl QuantizedWeight {
                 let (record, block) =
                     (number / kind.record_blocks(), number % kind.record_blocks());
                 let record = &records[record * kind.record_bytes()..][..kind.record_bytes()];
-                let codes = read_codes(kind.bits(), lines, place);
+                let codes = read_codes(kind.bits(), lines, lane);
                 let halves = codes.chunks_exact(BLOCK / 2);
                 for (half, (out, codes)) in out.chunks_exact_mut(BLOCK / 2).zip(halves).enumerate()
                 {
-                    let (scale, zero, minimum) = kind.scale(record, block, half, place);
+                    let (scale, zero, minimum) = kind.scale(record, block, half, lane);
                     for (out, &code) in out.iter_mut().zip(codes) {
                         let steps = (i32::from(code) - zero) as f32;
                         *out = E::narrow(steps * scale + minimum);
@@ -249,14 +249,14 @@ impl QuantizedWeight {
         self.kind
     }
 
-    /// The codes of the panel of this number.
+    /// The codes of a panel.
     #[inline(always)]
     pub(crate) fn codes(&self, panel: usize) -> &[u8] {
         let size = self.in_features / BLOCK * self.kind.code_bytes();
         &self.codes.elements()[panel * size..][..size]
     }
 
-    /// The scales of the panel of this number.
+    /// The records of scales of a panel.
     #[inline(always)]
     pub(crate) fn records(&self, panel: usize) -> &[u8] {
         let kind = self.kind;
@@ -265,7 +265,7 @@ impl QuantizedWeight {
     }
 }
 
-/// The half-precision float that has this value.
+/// The half-precision float of exactly this value.
 fn exact_half(float: f32) -> Option<u16> {
     let sign = (float.to_bits() >> 16 & 0x8000) as u16;
     let magnitude = float.abs();
@@ -284,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_finite_half_is_found_and_nothing_between() {
+    fn every_finite_half_is_exact_and_nothing_between() {
         for half in 0..=u16::MAX {
             let float = widen_half(half);
             if float.is_finite() {

@@ -20,7 +20,7 @@ use std::{
 const PATIENCE: usize = 512;
 
 /// Maximum number of threads beside the caller's.
-pub(crate) const MOST: usize = (1 << 15) - 1;
+pub(crate) const MAX_THREADS: usize = (1 << 15) - 1;
 
 const ACTIVE: u64 = 0xffff;
 const OPEN: u64 = 1 << 16;
@@ -38,7 +38,7 @@ impl State {
 
     /// True if the thread of this index may enter the region.
     fn admits(self, index: usize) -> bool {
-        let limit = self.0 >> LIMIT_SHIFT & MOST as u64;
+        let limit = self.0 >> LIMIT_SHIFT & MAX_THREADS as u64;
         self.0 & OPEN != 0 && (index as u64) < limit
     }
 
@@ -115,7 +115,7 @@ impl Regions {
             call: call::<F>,
         };
         // SAFETY: the last region is closed and empty, so no thread reads this now.
-        self.work.with_mut(|place| unsafe { *place = work });
+        self.work.with_mut(|slot| unsafe { *slot = work });
         let state = State(self.state.load(Ordering::Relaxed)).next(limit);
         self.state.store(state.0, Ordering::SeqCst);
         Region(self)
@@ -134,7 +134,7 @@ impl Regions {
                 Ok(_) => {
                     // SAFETY: the region is not closed while this thread is in it: `work` and what it points to stay.
                     let work = AssertUnwindSafe(|| unsafe {
-                        let work = self.work.with(|place| *place);
+                        let work = self.work.with(|slot| *slot);
                         (work.call)(work.data);
                     });
                     if catch_unwind(work).is_err() {

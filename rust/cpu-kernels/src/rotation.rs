@@ -110,11 +110,11 @@ impl Attention {
                 cache: cache.values,
             }),
         ];
-        let each = (MANY / width.max(1)).max(1);
-        for (number, out) in turned.chunks_mut((each * width).max(1)).enumerate() {
+        let chunk = (MANY / width.max(1)).max(1);
+        for (number, out) in turned.chunks_mut((chunk * width).max(1)).enumerate() {
             let of_queries = Turning {
                 rows: query,
-                first: number * each,
+                first: number * chunk,
                 weight: rotation.norm.map(|norm| norm.query),
                 ..of_keys
             };
@@ -138,10 +138,10 @@ impl<E, A> Rotation<'_, E, A> {
         }
         let columns = self.cos.len().checked_div(num_rows).unwrap_or(0);
         let last = (size / 2 - 1).checked_mul(step).ok_or(Error::TooLarge)?;
-        let least = num_rows
+        let needed = num_rows
             .checked_mul(last.checked_add(1).ok_or(Error::TooLarge)?)
             .ok_or(Error::TooLarge)?;
-        let whole = (columns * num_rows).max(least);
+        let whole = (columns * num_rows).max(needed);
         same_length("the cosines", whole, self.cos.len())?;
         same_length("the sines", whole, self.sin.len())?;
         if let Some(norm) = &self.norm {
@@ -193,7 +193,7 @@ impl<E: Element, A: Element, C: Stored<E>> InEachBuild for Task<'_, E, A, C> {
                 for (row, &slot) in slots.iter().enumerate() {
                     if let Ok(slot) = usize::try_from(slot) {
                         let kept = &mut cache[slot * width..][..width];
-                        turning.turn(row, &mut floats, C::place(kept, dim, &mut scratch));
+                        turning.turn(row, &mut floats, C::target(kept, dim, &mut scratch));
                         C::finish(&scratch, dim, kept);
                     }
                 }

@@ -156,8 +156,8 @@ impl Attention {
         same_length("out", count * size, out.len())?;
         let expected = count.checked_mul(size).and_then(|it| it.checked_mul(2));
         same_length("rows", expected.ok_or(Error::TooLarge)?, rows.len())?;
-        let each = (MANY / size).max(1) * size;
-        let tasks = rows.chunks(2 * each).zip(out.chunks_mut(each));
+        let chunk = (MANY / size).max(1) * size;
+        let tasks = rows.chunks(2 * chunk).zip(out.chunks_mut(chunk));
         let tasks = tasks.map(|(rows, out)| Gated {
             rows,
             size,

@@ -37,8 +37,8 @@ pub(crate) fn soften<const L: usize>(
     seen: Range<i32>,
 ) -> [f32; 2] {
     let factor = cap(how, scores.as_flattened_mut());
-    for (place, score) in (0..).zip(scores.as_flattened_mut()) {
-        let is_seen = (seen.start <= place) & (place < seen.end);
+    for (position, score) in (0..).zip(scores.as_flattened_mut()) {
+        let is_seen = (seen.start <= position) & (position < seen.end);
         let scaled = *score * factor;
         *score = if is_seen { scaled } else { f32::NEG_INFINITY };
     }

@@ -71,13 +71,13 @@ pub(crate) fn above_zero(name: &'static str, value: usize) -> Result<(), Error> 
     }
 }
 
-pub(crate) fn same_length(name: &'static str, expected: usize, found: usize) -> Result<(), Error> {
-    match expected == found {
+pub(crate) fn same_length(name: &'static str, expected: usize, len: usize) -> Result<(), Error> {
+    match expected == len {
         true => Ok(()),
         false => Err(Error::Length {
             name,
             expected,
-            found,
+            found: len,
         }),
     }
 }
@@ -233,13 +233,13 @@ impl Step {
     ///
     /// Prefixes that contradict themselves or the sequences' block tables.
     pub fn share(mut self, shared: &SharedPrefixes<'_>) -> Result<Self, Error> {
-        let places = shared.order.len();
-        let mut runs_of = vec![0..0; places];
+        let num_rows = shared.order.len();
+        let mut runs_of = vec![0..0; num_rows];
         for (at, run) in self.runs.iter().enumerate() {
             let runs = runs_of.get_mut(run.sequence).ok_or(Error::Length {
                 name: "order",
                 expected: run.sequence + 1,
-                found: places,
+                found: num_rows,
             })?;
             *runs = if runs.start == runs.end {
                 at..at + 1
@@ -261,7 +261,7 @@ impl Step {
                 [first, end, from, to].map(|number| usize::try_from(number).unwrap_or(usize::MAX));
             let outer = match usize::try_from(parent) {
                 Ok(parent) => *bounds.get(parent).ok_or(refused.clone())?,
-                Err(_) => [0, places, 0, 0],
+                Err(_) => [0, num_rows, 0, 0],
             };
             if first < outer[0] || end > outer[1] || first >= end || from != outer[3] || from >= to
             {

@@ -20,7 +20,7 @@ pub trait Stored<E>: Copy + Send + Sync + 'static {
 
     /// Where the heads of a row are written before [`Stored::finish`]: there, or in `scratch`.
     #[doc(hidden)]
-    fn place<'a>(row: &'a mut [Self], dim: usize, scratch: &'a mut Vec<E>) -> &'a mut [E];
+    fn target<'a>(row: &'a mut [Self], dim: usize, scratch: &'a mut Vec<E>) -> &'a mut [E];
 
     /// Keeps the heads of `dim` numbers in `scratch` in `row`, if they were written there.
     #[doc(hidden)]
@@ -39,7 +39,7 @@ macro_rules! stored_into_computed {
             }
 
             #[inline(always)]
-            fn place<'a>(
+            fn target<'a>(
                 row: &'a mut [$element],
                 _: usize,
                 _: &'a mut Vec<$element>,
@@ -66,7 +66,7 @@ impl<E: Element> Stored<E> for i8 {
     }
 
     #[inline(always)]
-    fn place<'a>(row: &'a mut [i8], dim: usize, scratch: &'a mut Vec<E>) -> &'a mut [E] {
+    fn target<'a>(row: &'a mut [i8], dim: usize, scratch: &'a mut Vec<E>) -> &'a mut [E] {
         let num_heads = row.len() / <i8 as Stored<E>>::width(dim);
         scratch.resize(num_heads * dim, E::narrow(0.0));
         scratch
@@ -124,54 +124,54 @@ pub(crate) enum Heads<'t, E> {
 }
 
 impl<'t, E> Heads<'t, E> {
-    /// Those of these numbers.
+    /// The heads of these numbers.
     #[inline(always)]
     pub(crate) fn computed(heads: &'t [E], numbers: [usize; TILE], dim: usize) -> Self {
-        let mut found: [&[E]; TILE] = [&[]; TILE];
-        for (head, number) in found.iter_mut().zip(numbers) {
+        let mut tile: [&[E]; TILE] = [&[]; TILE];
+        for (head, number) in tile.iter_mut().zip(numbers) {
             *head = &heads[number * dim..][..dim];
         }
-        Self::Computed(found)
+        Self::Computed(tile)
     }
 
-    /// The same.
+    /// As `computed`, in 8 bits with their scales.
     #[inline(always)]
     pub(crate) fn int8(heads: &'t [i8], numbers: [usize; TILE], dim: usize) -> Self {
         let width = dim + SCALE;
-        let mut found: [&[i8]; TILE] = [&[]; TILE];
-        for (head, number) in found.iter_mut().zip(numbers) {
+        let mut tile: [&[i8]; TILE] = [&[]; TILE];
+        for (head, number) in tile.iter_mut().zip(numbers) {
             *head = &heads[number * width..][..width];
         }
-        Self::Int8(found)
+        Self::Int8(tile)
     }
 
-    /// Those of a cache that keeps them so.
+    /// The heads of a cache of computed floats.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) fn into_computed(self) -> [&'t [E]; TILE] {
         match self {
-            Self::Computed(heads) => heads,
+            Self::Computed(tile) => tile,
             Self::Int8(_) => unreachable!("another kernel is chosen for these"),
         }
     }
 
-    /// The same, of numbers with their scale.
+    /// The heads of a cache of 8-bit numbers with their scales.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) fn into_int8(self) -> [&'t [i8]; TILE] {
         match self {
-            Self::Int8(heads) => heads,
+            Self::Int8(tile) => tile,
             Self::Computed(_) => unreachable!("another kernel is chosen for these"),
         }
     }
 }
 
 impl<'t, E: Element> Heads<'t, E> {
-    /// Head `at` where it lies, if that is floats.
+    /// Head `at` in place, if it is float32.
     #[inline(always)]
     pub(crate) fn in_place(&self, at: usize) -> Option<&'t [f32]> {
         match self {
-            Self::Computed(heads) => E::in_place(heads[at]),
+            Self::Computed(tile) => E::in_place(tile[at]),
             Self::Int8(_) => None,
         }
     }
@@ -180,10 +180,10 @@ impl<'t, E: Element> Heads<'t, E> {
     #[inline(always)]
     pub(crate) fn widen(&self, at: usize, floats: &mut [f32]) {
         match self {
-            Self::Computed(heads) => widen(heads[at], floats),
-            Self::Int8(heads) => {
-                let scale = scale_of(heads[at]);
-                for (float, &number) in floats.iter_mut().zip(heads[at]) {
+            Self::Computed(tile) => widen(tile[at], floats),
+            Self::Int8(tile) => {
+                let scale = scale_of(tile[at]);
+                for (float, &number) in floats.iter_mut().zip(tile[at]) {
                     *float = f32::from(number) * scale;
                 }
             }
@@ -205,7 +205,7 @@ mod tests {
     fn kept(head: &[f32]) -> (Vec<i8>, f32) {
         let mut row = vec![1; <i8 as Stored<f32>>::width(head.len())];
         let mut scratch = vec![];
-        <i8 as Stored<f32>>::place(&mut row, head.len(), &mut scratch).copy_from_slice(head);
+        <i8 as Stored<f32>>::target(&mut row, head.len(), &mut scratch).copy_from_slice(head);
         <i8 as Stored<f32>>::finish(&scratch, head.len(), &mut row);
         (row[..head.len()].to_vec(), scale_of(&row))
     }

@@ -88,8 +88,8 @@ struct Shares<T>(Vec<Mutex<VecDeque<T>>>);
 
 impl<T> Shares<T> {
     fn new(mut tasks: Vec<T>, count: usize) -> Self {
-        let each = tasks.len().div_ceil(count.max(1));
-        let share = |_| Mutex::new(tasks.drain(..each.min(tasks.len())).collect());
+        let size = tasks.len().div_ceil(count.max(1));
+        let share = |_| Mutex::new(tasks.drain(..size.min(tasks.len())).collect());
         Self((0..count).map(share).collect())
     }
 

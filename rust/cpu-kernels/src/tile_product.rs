@@ -88,8 +88,8 @@ impl Part<'_> {
         let heights = [count.min(ROWS), count.saturating_sub(ROWS).min(ROWS)];
         let _tiles = Tiles::of_shapes(&shapes(heights));
         let num_panels = out[0].len().div_ceil(lines::WIDTH);
-        let most = if count > ROWS { 2 } else { SUMS };
-        let step = num_panels.div_ceil(num_panels.div_ceil(most));
+        let max_panels = if count > ROWS { 2 } else { SUMS };
+        let step = num_panels.div_ceil(num_panels.div_ceil(max_panels));
         let num_groups = count.div_ceil(GROUP);
         let num_blocks = match num_groups {
             1 => 1, // a single pass
@@ -119,12 +119,12 @@ impl Part<'_> {
                     }
                 }
                 for (group, out) in out.chunks_mut(GROUP).enumerate() {
-                    let place = group * SUM_LINES..(group + 1) * SUM_LINES;
-                    let sums = &mut sums[place.clone()];
+                    let tile_lines = group * SUM_LINES..(group + 1) * SUM_LINES;
+                    let sums = &mut sums[tile_lines.clone()];
                     self.tile(weight, inputs.clone(), panels.clone(), group, num_groups)
                         .add(panels.len(), sums);
                     if inputs.end == size {
-                        self.finish(sums, &gates[place], panels.clone(), most, out);
+                        self.finish(sums, &gates[tile_lines], panels.clone(), max_panels, out);
                     }
                 }
             }
@@ -139,7 +139,7 @@ impl Part<'_> {
         sums: &[Line<f32>],
         gates: &[Line<f32>],
         panels: Range<usize>,
-        most: usize,
+        max_panels: usize,
         out: &mut [&mut [u16]],
     ) {
         for (number, column) in panels.map(|panel| panel * lines::WIDTH).enumerate() {
@@ -148,15 +148,15 @@ impl Part<'_> {
                 widen(&all[self.first * lines::WIDTH + column..], &mut bias);
             }
             for (row, out) in out.iter_mut().enumerate() {
-                let place = (row / ROWS * most + number) * ROWS + row % ROWS;
-                let mut floats = sums[place].0;
+                let tile_lines = (row / ROWS * max_panels + number) * ROWS + row % ROWS;
+                let mut floats = sums[tile_lines].0;
                 for (float, bias) in floats.iter_mut().zip(bias) {
                     *float += bias;
                 }
                 let rounded = match self.product.gate {
                     None => floats.map(u16::narrow), // in registers
                     Some((_, activation)) => {
-                        activation.apply(&mut floats, &gates[place].0);
+                        activation.apply(&mut floats, &gates[tile_lines].0);
                         floats.map(u16::narrow)
                     }
                 };

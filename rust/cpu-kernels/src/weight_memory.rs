@@ -82,20 +82,20 @@ impl<T: Number> WeightMemory<T> {
     }
 
     fn zeroed(chunk: Arc<Chunk>, first: usize, count: usize) -> Self {
-        let mut found = Self {
+        let mut memory = Self {
             chunk,
             first,
             count,
             elements: PhantomData,
         };
         // SAFETY: the place is this one's alone; zeros are elements.
-        unsafe { found.place().write_bytes(0, count) };
-        found
+        unsafe { memory.as_mut_ptr().write_bytes(0, count) };
+        memory
     }
 }
 
 impl<T> WeightMemory<T> {
-    fn place(&mut self) -> *mut T {
+    fn as_mut_ptr(&mut self) -> *mut T {
         // SAFETY: `first` is within the chunk.
         unsafe { self.chunk.memory.as_ptr().add(self.first).cast() }
     }
@@ -110,7 +110,7 @@ impl<T> WeightMemory<T> {
 
     pub(crate) fn elements_mut(&mut self) -> &mut [T] {
         // SAFETY: as above; no other weight has a part of them.
-        unsafe { std::slice::from_raw_parts_mut(self.place(), self.count) }
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(), self.count) }
     }
 }
 
@@ -157,11 +157,11 @@ mod tests {
         second.elements_mut().fill(2);
         assert_eq!(first.elements(), [1.0; 5]);
         assert_eq!(second.elements(), [2; 70]);
-        let places = [
+        let addresses = [
             first.elements().as_ptr().addr(),
             second.elements().as_ptr().addr(),
         ];
-        assert!(places.iter().all(|place| place.is_multiple_of(LINE)));
+        assert!(addresses.iter().all(|address| address.is_multiple_of(LINE)));
     }
 
     #[test]
@@ -175,8 +175,8 @@ mod tests {
 
     #[test]
     fn memory_that_no_machine_has_is_an_error_and_the_next_weight_has_its_place() {
-        let found = WeightMemory::<f32>::zeros(usize::MAX).map(|_| ());
-        assert!(matches!(found, Err(Error::OutOfMemory { bytes }) if bytes > 1 << 60));
+        let result = WeightMemory::<f32>::zeros(usize::MAX).map(|_| ());
+        assert!(matches!(result, Err(Error::OutOfMemory { bytes }) if bytes > 1 << 60));
         assert_eq!(
             WeightMemory::<u8>::zeros(3).expect("memory").elements(),
             [0; 3]

@@ -106,7 +106,7 @@ impl<E: Element, C: Stored<E>> InEachBuild for CopyRows<'_, E, C> {
         for (at, &slot) in self.slots.iter().enumerate() {
             if let Ok(slot) = usize::try_from(slot) {
                 let row = &mut self.cache[slot * width..][..width];
-                C::place(row, self.dim, &mut scratch).copy_from_slice(self.rows.row(at));
+                C::target(row, self.dim, &mut scratch).copy_from_slice(self.rows.row(at));
                 C::finish(&scratch, self.dim, row);
             }
         }

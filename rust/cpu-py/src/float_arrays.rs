@@ -47,8 +47,8 @@ pub(crate) fn any_array<T: Element>(
     let buffer =
         PyUntypedBuffer::get(object).map_err(|error| no_buffer(object.py(), name, error))?;
     if buffer.dimensions() != dimensions {
-        let found = buffer.dimensions();
-        return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
+        let given = buffer.dimensions();
+        return Err(refuse(format!("has {given} dimensions, not {dimensions}")));
     }
     if buffer.suboffsets().is_some() {
         return Err(refuse("is of pointers to its rows, not of rows".into()));

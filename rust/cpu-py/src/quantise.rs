@@ -45,8 +45,8 @@ fn quantise_groups(
     scales: &Bound<'_, PyAny>,
     zeros: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let found = (codes, scales, zeros);
-    by_float!(weight, groups_as(py, threads, weight, found))
+    let outputs = (codes, scales, zeros);
+    by_float!(weight, groups_as(py, threads, weight, outputs))
 }
 
 fn groups_as<T: Element + cpu_kernels::Element>(
@@ -112,11 +112,11 @@ fn q8_0_as<T: Element + cpu_kernels::Element>(
         .map_err(raise_attention)
 }
 
-fn check_shape<const N: usize>(name: &str, found: &[usize], expected: [usize; N]) -> PyResult<()> {
-    match found == expected {
+fn check_shape<const N: usize>(name: &str, given: &[usize], expected: [usize; N]) -> PyResult<()> {
+    match given == expected {
         true => Ok(()),
         false => Err(BufferError::new_err(format!(
-            "array {name} has shape {found:?}, not {expected:?}"
+            "array {name} has shape {given:?}, not {expected:?}"
         ))),
     }
 }

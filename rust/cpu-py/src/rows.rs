@@ -43,8 +43,8 @@ impl<T: Element + cpu_kernels::Element> Vectors<T> {
     fn new(arguments: &NormArguments<'_>) -> PyResult<Self> {
         let NormArguments(weight, bias, epsilon, offset, is_centered) = arguments;
         let vector = |name, object: &Option<Bound<'_, PyAny>>| {
-            let found = object.as_ref().map(|object| array::<T>(name, object, 1));
-            found.transpose()
+            let array = object.as_ref().map(|object| array::<T>(name, object, 1));
+            array.transpose()
         };
         Ok(Self {
             weight: vector("weight", weight)?,

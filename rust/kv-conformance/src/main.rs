@@ -68,10 +68,10 @@ fn print_promises(promises: Promises) {
         ("stores equal full blocks once", promises.deduplicates),
         ("forks", promises.forks),
     ];
-    for (promise, made) in rows {
+    for (promise, is_promised) in rows {
         println!(
             "{promise}: {}",
-            if made {
+            if is_promised {
                 "promised, checked"
             } else {
                 "not promised, not checked"

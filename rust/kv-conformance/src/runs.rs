@@ -130,9 +130,9 @@ fn shorten(
         while end > 0 {
             let start = end.saturating_sub(size);
             let mut fewer = [&operations[..start], &operations[end..]].concat();
-            if let Some((len, found)) = fails(&fewer) {
+            if let Some((len, shorter)) = fails(&fewer) {
                 fewer.truncate(len);
-                (operations, difference) = (fewer, found);
+                (operations, difference) = (fewer, shorter);
             }
             end = start.min(operations.len());
         }

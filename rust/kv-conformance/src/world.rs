@@ -195,9 +195,11 @@ impl<M: BlockManager> World<M> {
         let ready: Vec<_> = self
             .sequences
             .iter()
-            .filter(|(_, each)| each.planned.is_none() && each.computed + 1 == each.tokens.len())
-            .filter(|(_, each)| each.computed > 0 && each.tokens.len() < MAX_TOKENS)
-            .map(|(id, each)| (*id, each.computed))
+            .filter(|(_, sequence)| {
+                sequence.planned.is_none() && sequence.computed + 1 == sequence.tokens.len()
+            })
+            .filter(|(_, sequence)| sequence.computed > 0 && sequence.tokens.len() < MAX_TOKENS)
+            .map(|(id, sequence)| (*id, sequence.computed))
             .collect();
         for (id, computed) in ready {
             let (table, available) = (self.manager.table(id), self.manager.available());

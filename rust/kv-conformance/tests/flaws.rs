@@ -20,10 +20,10 @@ fn a_correct_manager_passes_and_everything_was_looked_at() {
 #[test]
 fn each_flaw_is_found_by_few_operations() {
     for (flaw, says) in flaw::ALL {
-        let found = check(&Runs::default(), |blocks, size| {
+        let verdict = check(&Runs::default(), |blocks, size| {
             Naive::new(flaw, blocks, size)
         });
-        let failure = found.expect_err(&format!("flaw {flaw}"));
+        let failure = verdict.expect_err(&format!("flaw {flaw}"));
         assert!(failure.difference.contains(says), "flaw {flaw}: {failure}");
         assert!(failure.operations.len() <= 24, "flaw {flaw}: {failure}");
     }

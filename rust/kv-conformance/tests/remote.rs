@@ -89,7 +89,7 @@ fn the_same_is_observed_as_without_the_protocol() {
 #[test]
 fn flaws_are_found() {
     let remote = remote(flaw::IGNORES_PREFIX, None);
-    let found = check(&Runs::default(), |blocks, size| {
+    let failure = check(&Runs::default(), |blocks, size| {
         remote.manager(blocks, size)
     })
     .unwrap_err();
@@ -97,7 +97,7 @@ fn flaws_are_found() {
         Naive::new(flaw::IGNORES_PREFIX, blocks, size)
     })
     .unwrap_err();
-    assert_eq!(found.to_string(), direct.to_string());
+    assert_eq!(failure.to_string(), direct.to_string());
 }
 
 #[test]
@@ -121,9 +121,9 @@ fn errors_wrong_answers_and_crashes_are_differences() {
         ),
     ] {
         let remote = remote(flaw::NONE, Some(wrong));
-        let found = check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap_err();
-        assert_eq!(found.difference, difference);
-        assert_eq!(found.operations.len(), 1, "{found}"); // an added sequence
+        let failure = check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap_err();
+        assert_eq!(failure.difference, difference);
+        assert_eq!(failure.operations.len(), 1, "{failure}"); // an added sequence
     }
 }
 
@@ -146,6 +146,6 @@ fn the_program_is_connected_again_after_it_ended() {
 #[test]
 fn a_program_that_is_not_there_is_a_difference() {
     let remote = Remote::program(vec!["no-such-program".to_owned()]);
-    let found = check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap_err();
-    assert!(found.difference.contains("has no answer"), "{found}");
+    let failure = check(&FEW, |blocks, size| remote.manager(blocks, size)).unwrap_err();
+    assert!(failure.difference.contains("has no answer"), "{failure}");
 }

@@ -22,7 +22,7 @@ use proptest::test_runner::{Config as Runs, TestCaseError, TestError, TestRunner
 const OPS_PER_CASE: usize = 200;
 const DEFAULT_OPS: usize = 20_000;
 /// Runs until a rare counter is reached: one in thirty takes a second one, with the default number of operations.
-const MOST_RUNS: usize = 20;
+const MAX_RUNS: usize = 20;
 
 fn op() -> impl Strategy<Value = Op> {
     any::<[u16; 8]>().prop_map(|numbers| {
@@ -164,7 +164,7 @@ fn run_until(
     eviction: Eviction,
 ) -> BTreeMap<&'static str, u64> {
     let mut totals = BTreeMap::new();
-    for _ in 0..MOST_RUNS {
+    for _ in 0..MAX_RUNS {
         for (name, count) in run(share, hash_bits, eviction) {
             *totals.entry(name).or_insert(0) += count;
         }

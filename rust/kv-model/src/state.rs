@@ -148,16 +148,16 @@ impl State {
 
 /// Block numbers that do not depend on the history: the order of first occurrence.
 struct Renaming {
-    names: [BlockId; Self::MOST],
+    names: [BlockId; Self::CAPACITY],
     order: Vec<BlockId>,
 }
 
 impl Renaming {
-    const MOST: usize = 8;
+    const CAPACITY: usize = 8;
     const NONE: BlockId = BlockId::MAX;
 
     fn of(state: &State) -> Self {
-        let (mut names, mut order) = ([Self::NONE; Self::MOST], Vec::new());
+        let (mut names, mut order) = ([Self::NONE; Self::CAPACITY], Vec::new());
         // A leaked block occurs nowhere.
         let all = 0..state.pool.blocks.len() as BlockId;
         for block in state.blocks_by_occurrence().chain(all) {

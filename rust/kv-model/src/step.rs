@@ -6,12 +6,12 @@ use crate::state::{Entry, State, Step};
 use crate::tokens::Tokens;
 
 /// How many of `rest` tokens from `start` on to compute, at most `most`: up to a block boundary if not all.
-fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
-    let boundary = (start + most) / block_size * block_size;
+fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
+    let boundary = (start + max_tokens) / block_size * block_size;
     match rest {
-        ..=usize::MAX if rest <= most => rest,
+        ..=usize::MAX if rest <= max_tokens => rest,
         _ if boundary > start => boundary - start,
-        _ => most,
+        _ => max_tokens,
     }
 }
 
@@ -224,21 +224,21 @@ impl BlockLife {
     /// Writes the KV of a whole step, then reads it. Returns whether each position read had the KV of its tokens.
     fn run(&self, state: &mut State, step: &Step) -> bool {
         let block_size = self.bounds.block_size;
-        let place = |entry: &Entry, position: usize| {
+        let slot_of = |entry: &Entry, position: usize| {
             let block = usize::from(entry.table[position / block_size]);
             (block, position % block_size)
         };
         for entry in &step.entries {
             let tokens = state.at(entry.seq).tokens;
             for position in entry.start.max(entry.write_from)..entry.start + entry.len {
-                let (block, offset) = place(entry, position);
+                let (block, offset) = slot_of(entry, position);
                 state.pool.blocks[block].kv[offset] = Some(tokens.first(position + 1));
             }
         }
         step.entries.iter().all(|entry| {
             let tokens = state.at(entry.seq).tokens;
             (0..entry.start + entry.len).all(|position| {
-                let (block, offset) = place(entry, position);
+                let (block, offset) = slot_of(entry, position);
                 state.pool.blocks[block].kv[offset] == Some(tokens.first(position + 1))
             })
         })

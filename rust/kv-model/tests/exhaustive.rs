@@ -79,9 +79,9 @@ fn counterexample(flaw: Flaw) -> (Vec<&'static str>, Vec<Action>) {
         .finish_when(HasDiscoveries::AnyFailures)
         .spawn_bfs()
         .join();
-    let found = checker.discoveries();
-    let names = found.keys().copied().collect();
-    let paths = found.into_values().map(|path| path.into_actions());
+    let discoveries = checker.discoveries();
+    let names = discoveries.keys().copied().collect();
+    let paths = discoveries.into_values().map(|path| path.into_actions());
     let shortest = paths.min_by_key(Vec::len);
     (names, shortest.unwrap_or_default())
 }

@@ -104,8 +104,8 @@ macro_rules! stats {
             }
 
             fn __repr__(&self) -> String {
-                let each: Vec<_> = self.0.each().map(|(name, count)| format!("{name}={count}")).collect();
-                format!("Stats({})", each.join(", "))
+                let counters: Vec<_> = self.0.each().map(|(name, count)| format!("{name}={count}")).collect();
+                format!("Stats({})", counters.join(", "))
             }
         }
     };

@@ -16,12 +16,12 @@ pub(crate) struct Batch(pub(crate) Vec<SeqKey>);
 
 impl Batch {
     /// Maximum sequences of an iterable other than a list: its length is not trusted.
-    const MOST: usize = 1 << 24;
+    const MAX_ITEMS: usize = 1 << 24;
 
     fn too_many(count: usize) -> PyErr {
-        let most = Self::MOST;
+        let max = Self::MAX_ITEMS;
         PlanError::new_err(format!(
-            "{count} sequences are more than the {most} that are read one by one; give a list"
+            "{count} sequences are more than the {max} that are read one by one; give a list"
         ))
     }
 }
@@ -33,7 +33,9 @@ impl<'py> FromPyObject<'_, 'py> for Batch {
         let key = |item: &Bound<'py, PyAny>| Ok(item.cast::<Sequence>()?.get().key());
         let keys = match object.cast_exact::<PyList>() {
             Ok(list) => sequence_keys(&list),
-            Err(_) => items(&object, Self::MOST, Self::too_many, |item, _| key(item)),
+            Err(_) => items(&object, Self::MAX_ITEMS, Self::too_many, |item, _| {
+                key(item)
+            }),
         };
         keys.map(Self)
     }

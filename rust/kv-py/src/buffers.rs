@@ -32,13 +32,13 @@ impl IntBuffer {
             return Err(refuse("is not contiguous in C order".into()));
         }
         if !dimensions.contains(&buffer.dimensions()) {
-            let found = buffer.dimensions();
-            let (least, most) = dimensions.into_inner();
-            let wanted = match least == most {
-                true => format!("{least}"),
-                false => format!("{least} (one layer group) or {most}"),
+            let given = buffer.dimensions();
+            let (min, max) = dimensions.into_inner();
+            let wanted = match min == max {
+                true => format!("{min}"),
+                false => format!("{min} (one layer group) or {max}"),
             };
-            return Err(refuse(format!("has {found} dimensions, not {wanted}")));
+            return Err(refuse(format!("has {given} dimensions, not {wanted}")));
         }
         let native = !is_swapped(&buffer);
         if native && buffer.as_typed::<i32>().is_ok() {

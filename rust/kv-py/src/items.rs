@@ -1,4 +1,4 @@
-//! Lists in: any iterable, whatever it says of its length.
+//! Lists of arguments: any iterable, whatever its length claims to be.
 
 use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
@@ -6,13 +6,13 @@ use pyo3::prelude::*;
 /// The largest length of an iterable for which memory is reserved before it is read.
 const BELIEVED: usize = 1 << 16;
 
-/// Each item of an iterable, as `read` makes it of the item and its position.
+/// The items of an iterable, each converted by `read` from the item and its position.
 ///
-/// A length above `most` is refused before anything is read, and so is what turns out longer: by the error that
-/// `too_many` makes of the number. Any other length is a hint. Errors of the iterable are the caller's own.
+/// A length above `max` is refused before anything is read, by the error that `too_many` makes of the number; so is an
+/// iterable that turns out longer. Any other length is a hint. Errors of the iterable are passed on.
 pub(crate) fn items<'py, T>(
     object: &Bound<'py, PyAny>,
-    most: usize,
+    max: usize,
     too_many: impl Fn(usize) -> PyErr,
     mut read: impl FnMut(&Bound<'py, PyAny>, usize) -> PyResult<T>,
 ) -> PyResult<Vec<T>> {
@@ -27,13 +27,13 @@ pub(crate) fn items<'py, T>(
         }
         Err(error) => return Err(error),
     };
-    if hint > most {
+    if hint > max {
         return Err(too_many(hint));
     }
     let mut items = reserved(hint.min(BELIEVED))?;
     for (at, item) in object.try_iter()?.enumerate() {
         let item = read(&item?, at)?;
-        if at >= most {
+        if at >= max {
             return Err(too_many(at + 1));
         }
         if items.len() == items.capacity() {

@@ -10,7 +10,7 @@ use crate::memory::BlockRows;
 use crate::numbers::number;
 
 /// More tensors, groups and layers than any model has.
-const MOST: usize = 1 << 20;
+const MAX_ITEMS: usize = 1 << 20;
 
 /// The memory of a pool's blocks: writable, C-contiguous arrays whose first dimension is the block id.
 ///
@@ -55,12 +55,14 @@ impl KVBlocks {
     #[new]
     fn new(tensors: &Bound<'_, PyAny>, groups: &Bound<'_, PyAny>) -> PyResult<Self> {
         let refuse_many = |count| BufferError::new_err(format!("{count} are too many"));
-        let tensors = items(tensors, MOST, refuse_many, tensor)?;
+        let tensors = items(tensors, MAX_ITEMS, refuse_many, tensor)?;
         let group = |group: &Bound<'_, PyAny>, at: usize| {
             let name = format!("an index in groups[{at}]");
-            items(group, MOST, refuse_many, |index, _| number(&name, index))
+            items(group, MAX_ITEMS, refuse_many, |index, _| {
+                number(&name, index)
+            })
         };
-        let groups = items(groups, MOST, refuse_many, group)?;
+        let groups = items(groups, MAX_ITEMS, refuse_many, group)?;
         check_tensors(&tensors)?;
         check_groups(&groups, tensors.len())?;
         Ok(Self { tensors, groups })
@@ -126,10 +128,10 @@ fn check_tensors(tensors: &[BlockRows]) -> PyResult<()> {
         return Err(BufferError::new_err("tensors has no arrays"));
     };
     for (at, tensor) in tensors.iter().enumerate() {
-        let (found, wanted) = (tensor.num_blocks(), first.num_blocks());
-        if found != wanted {
+        let (given, expected) = (tensor.num_blocks(), first.num_blocks());
+        if given != expected {
             return Err(BufferError::new_err(format!(
-                "array tensors[{at}] has {found} blocks, tensors[0] has {wanted}"
+                "array tensors[{at}] has {given} blocks, tensors[0] has {expected}"
             )));
         }
         let addresses = tensor.addresses();

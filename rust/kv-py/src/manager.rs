@@ -368,7 +368,7 @@ impl BlockManager {
 const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
 /// Windows that are read of a list that is too long: the core says how many are possible.
-const MOST_WINDOWS: usize = 1 << 10;
+const MAX_WINDOWS: usize = 1 << 10;
 
 /// The window of each layer group.
 pub(crate) fn windows_of(name: &str, groups: &Bound<'_, PyAny>) -> PyResult<Vec<Option<usize>>> {
@@ -380,7 +380,7 @@ pub(crate) fn windows_of(name: &str, groups: &Bound<'_, PyAny>) -> PyResult<Vec<
             given,
         })
     };
-    items(groups, MOST_WINDOWS, too_many, |window, _| {
+    items(groups, MAX_WINDOWS, too_many, |window, _| {
         match window.is_none() {
             true => Ok(None),
             false => number(name, window).map(Some),

@@ -195,9 +195,9 @@ impl StepPlan {
         counts: &Bound<'_, PyAny>,
     ) -> PyResult<Vec<usize>> {
         let drafts = token_ids(drafts)?;
-        let most = sequences.0.len();
-        let too_many = |counts| PlanError::new_err(format!("{counts} counts for {most} sequences"));
-        let counts = items(counts, most, too_many, |count, _| number("counts", count))?;
+        let max = sequences.0.len();
+        let too_many = |counts| PlanError::new_err(format!("{counts} counts for {max} sequences"));
+        let counts = items(counts, max, too_many, |count, _| number("counts", count))?;
         let plan = self.handle.key();
         self.core
             .with(py, |core| core.draft(plan, &sequences.0, &drafts, &counts))

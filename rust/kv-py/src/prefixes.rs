@@ -77,9 +77,9 @@ impl SharedPrefixes {
         let min_rows = min_rows.map_or(Ok(2), |rows| number("min_rows", rows))?;
         let prefixes = IntBuffer::over("prefixes", prefixes, 2..=2)?;
         if prefixes.size(0) != PrefixArrays::WIDTH {
-            let (found, wanted) = (prefixes.size(0), PrefixArrays::WIDTH);
+            let (given, expected) = (prefixes.size(0), PrefixArrays::WIDTH);
             return Err(BufferError::new_err(format!(
-                "array prefixes has {found} columns, not {wanted}"
+                "array prefixes has {given} columns, not {expected}"
             )));
         }
         let core = Core::new(group, min_blocks, min_rows).map_err(raise)?;

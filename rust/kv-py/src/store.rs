@@ -18,7 +18,7 @@ use crate::stored_prefix::StoredPrefix;
 use crate::tokens::token_ids;
 
 /// More fingerprints than a store holds.
-const MOST: usize = 1 << 16;
+const MAX_GROUPS: usize = 1 << 16;
 
 /// A fingerprint, the entries that it has, their bytes, and when the newest was written.
 type FingerprintRow<'py> = (Bound<'py, PyBytes>, u64, u64, u64);
@@ -286,9 +286,9 @@ impl KVStore {
     /// Reads every entry, and drops damaged ones. Returns the number of intact entries, and the keys of those that
     /// are damaged or cannot be read.
     fn verify<'py>(&self, py: Python<'py>) -> PyResult<(u64, Bound<'py, PyList>)> {
-        let found = self.with(py, |store| Ok(store.verify()))?;
-        let damaged = bounded::list(py, found.damaged, |key| Ok(key.to_string()))?;
-        Ok((found.whole, damaged))
+        let verification = self.with(py, |store| Ok(store.verify()))?;
+        let damaged = bounded::list(py, verification.damaged, |key| Ok(key.to_string()))?;
+        Ok((verification.whole, damaged))
     }
 
     /// The fingerprints with readable entries, the one with the most bytes first: the fingerprint, the number of
@@ -360,7 +360,7 @@ fn access_of(access: &Bound<'_, PyAny>) -> PyResult<Access> {
 
 fn fingerprints_of(fingerprints: &Bound<'_, PyAny>) -> PyResult<Vec<Fingerprint>> {
     let too_many = |count| ConfigError::new_err(format!("{count} fingerprints are too many"));
-    items(fingerprints, MOST, too_many, |fingerprint, at| {
+    items(fingerprints, MAX_GROUPS, too_many, |fingerprint, at| {
         let bytes = fingerprint.cast::<PyBytes>().ok();
         let bytes = bytes.and_then(|bytes| <[u8; 32]>::try_from(bytes.as_bytes()).ok());
         let Some(bytes) = bytes else {

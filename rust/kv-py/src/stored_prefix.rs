@@ -17,7 +17,7 @@ use crate::numbers::{in_words, number};
 use crate::opened_store::OpenedStore;
 
 /// More blocks than a prefix has in all of its layer groups.
-pub(crate) const MOST: usize = 1 << 31;
+pub(crate) const MAX_BLOCKS: usize = 1 << 31;
 
 /// The keys of a prompt's blocks for one layer group.
 struct GroupKeys {
@@ -90,10 +90,10 @@ impl StoredPrefix {
         end.saturating_sub(blocks).max(first)..end
     }
 
-    /// The largest end, at most `most`, up to which every layer group has the blocks that tokens after it see. Blocks
+    /// The largest end, at most `max`, up to which every layer group has the blocks that tokens after it see. Blocks
     /// before `first` need not be there.
-    fn restorable_end(&self, store: &Store, first: usize, most: usize) -> usize {
-        let mut end = most;
+    fn restorable_end(&self, store: &Store, first: usize, max: usize) -> usize {
+        let mut end = max;
         for group in self.groups.iter().filter(|group| group.window.is_none()) {
             end = end.min(first + store.stored_blocks(&group.keys[first..end]));
         }
@@ -145,7 +145,7 @@ impl StoredPrefix {
     /// Blocks by index, group and id, each of which is in the prefix, and in the memory if it is given.
     fn moves(&self, memory: Option<&KVBlocks>, blocks: &Bound<'_, PyAny>) -> PyResult<Vec<Move>> {
         let too_many = |count| ConfigError::new_err(format!("{count} blocks are too many"));
-        items(blocks, MOST, too_many, |item, at| {
+        items(blocks, MAX_BLOCKS, too_many, |item, at| {
             let (index, group, block) = block_of(item, at)?;
             let check = self
                 .check_index(index)
@@ -176,13 +176,16 @@ impl StoredPrefix {
 impl StoredPrefix {
     /// Stores blocks up to the first dropped one; returns the number stored.
     fn store_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
-        for (done, each) in moves.iter().enumerate() {
+        for (done, to_move) in moves.iter().enumerate() {
             let Some(store) = self.opened.store()? else {
                 return Ok(done);
             };
-            let rows = memory.tensors(each.group).map(|rows| rows.row(each.block));
+            let rows = memory
+                .tensors(to_move.group)
+                .map(|rows| rows.row(to_move.block));
             let payload: Vec<_> = rows.collect();
-            if let Put::Dropped(_) = store.put(&self.block(each.index, each.group), &payload) {
+            if let Put::Dropped(_) = store.put(&self.block(to_move.index, to_move.group), &payload)
+            {
                 return Ok(done);
             }
         }
@@ -191,17 +194,17 @@ impl StoredPrefix {
 
     /// Loads blocks up to the first failure; returns the number loaded.
     fn load_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
-        for (done, each) in moves.iter().enumerate() {
+        for (done, to_move) in moves.iter().enumerate() {
             let Some(store) = self.opened.store()? else {
                 return Ok(done);
             };
-            let rows = memory.tensors(each.group);
-            let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(each.block)).collect();
-            match store.get(&self.block(each.index, each.group), &mut payload) {
+            let rows = memory.tensors(to_move.group);
+            let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(to_move.block)).collect();
+            match store.get(&self.block(to_move.index, to_move.group), &mut payload) {
                 Ok(Get::Hit) => {}
                 Ok(Get::Miss | Get::Failed) => return Ok(done),
                 Err(error) => {
-                    let (index, group) = (each.index, each.group);
+                    let (index, group) = (to_move.index, to_move.group);
                     let message = format!("block {index} of group {group}: {error}");
                     return Err(StoreError::new_err(message));
                 }
@@ -232,13 +235,13 @@ impl StoredPrefix {
     ) -> PyResult<usize> {
         let first = first.map_or(Ok(0), |first| number("first", first))?;
         let group = group.map(|group| self.group(group)).transpose()?;
-        let most = most.map_or(Ok(usize::MAX), |most| number("most", most))?;
+        let max = most.map_or(Ok(usize::MAX), |most| number("most", most))?;
         let len = self.len();
         if first > len {
             let message = format!("first={first}: the prefix has {len} full blocks");
             return Err(ConfigError::new_err(message));
         }
-        let end = first.saturating_add(most).min(len);
+        let end = first.saturating_add(max).min(len);
         py.detach(|| {
             let Some(store) = self.opened.store()? else {
                 return Ok(0);
@@ -303,11 +306,13 @@ impl StoredPrefix {
         let mut moves = self.moves(None, blocks)?;
         let missing = py.detach(|| {
             if let Some(store) = self.opened.store()? {
-                moves.retain(|each| !store.touch(&self.groups[each.group].keys[each.index]));
+                moves.retain(|to_move| {
+                    !store.touch(&self.groups[to_move.group].keys[to_move.index])
+                });
             }
             Ok::<_, PyErr>(moves)
         })?;
-        bounded::list(py, missing, |each| Ok(each.tuple()))
+        bounded::list(py, missing, |done| Ok(done.tuple()))
     }
 
     /// Stores blocks of a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`. It
@@ -324,7 +329,7 @@ impl StoredPrefix {
         let mut moves = self.moves(Some(memory), blocks)?;
         let stored = py.detach(|| self.store_moves(memory, &moves))?;
         moves.truncate(stored);
-        bounded::list(py, moves, |each| Ok(each.tuple()))
+        bounded::list(py, moves, |done| Ok(done.tuple()))
     }
 
     /// Loads blocks into a pool, given as (index in the prefix, layer group, block id), as in `Transfer.blocks`.
@@ -344,7 +349,7 @@ impl StoredPrefix {
         let mut moves = self.moves(Some(memory), blocks)?;
         let loaded = py.detach(|| self.load_moves(memory, &moves))?;
         moves.truncate(loaded);
-        bounded::list(py, moves, |each| Ok(each.tuple()))
+        bounded::list(py, moves, |done| Ok(done.tuple()))
     }
 
     fn __repr__(&self) -> String {

@@ -21,7 +21,7 @@ const SPARE: usize = 64;
 const CHUNK: usize = 256;
 
 /// The most tokens of a sequence: as many as 32-bit positions reach.
-const MOST: usize = 1 << 31;
+const MAX_TOKENS: usize = 1 << 31;
 
 /// The token ids of a list or buffer as `u32`; all of them or an error that names the first bad one.
 pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
@@ -44,7 +44,7 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         }
         Err(error) => return Err(error.into()),
     }
-    items(object, MOST, too_many, token_id).map_err(|error| unreadable(object, error))
+    items(object, MAX_TOKENS, too_many, token_id).map_err(|error| unreadable(object, error))
 }
 
 fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
@@ -58,7 +58,7 @@ fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
 }
 
 fn with_spare(count: usize) -> PyResult<Vec<u32>> {
-    match count <= MOST {
+    match count <= MAX_TOKENS {
         true => reserved(count + SPARE),
         false => Err(too_many(count)),
     }
@@ -66,7 +66,7 @@ fn with_spare(count: usize) -> PyResult<Vec<u32>> {
 
 fn too_many(count: usize) -> PyErr {
     TokenError::new_err(format!(
-        "{count} token ids are more than the {MOST} that 32-bit positions reach"
+        "{count} token ids are more than the {MAX_TOKENS} that 32-bit positions reach"
     ))
 }
 

@@ -13,7 +13,7 @@ use crate::errors::ConfigError;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::in_words;
-use crate::stored_prefix::{MOST, block_of};
+use crate::stored_prefix::{MAX_BLOCKS, block_of};
 
 /// Blocks reserved for a prefix whose KV comes from outside the pool: from a disk, host memory or another process.
 ///
@@ -36,7 +36,7 @@ impl Transfer {
             )));
         }
         let too_many = |count| ConfigError::new_err(format!("{count} blocks are too many"));
-        let filled = items(blocks, MOST, too_many, |item, at| {
+        let filled = items(blocks, MAX_BLOCKS, too_many, |item, at| {
             let (index, group, block): (_, _, u32) = block_of(item, at)?;
             let block = block.into();
             Ok(LoadingBlock {
@@ -83,9 +83,9 @@ impl Transfer {
     /// window needs only the last ones. Blocks that are already cached are left out.
     #[getter]
     fn blocks(&self) -> Vec<(usize, usize, u32)> {
-        let places = self.handle.blocks().iter();
-        let places = places.map(|place| (place.index, place.group, place.block.get()));
-        places.collect()
+        let blocks = self.handle.blocks().iter();
+        let blocks = blocks.map(|loading| (loading.index, loading.group, loading.block.get()));
+        blocks.collect()
     }
 
     /// Ends the transfer, of whose blocks these are filled (None: all), given as in `blocks` and in any order, as

@@ -236,8 +236,8 @@ mod tests {
                     map.insert(hash, value);
                 }
                 map.retain(|_, value| *value != 0);
-                let found: BTreeMap<BlockHash, u8> = table.iter().map(|(hash, value)| (hash, *value)).collect();
-                prop_assert_eq!(&found, &map);
+                let entries: BTreeMap<BlockHash, u8> = table.iter().map(|(hash, value)| (hash, *value)).collect();
+                prop_assert_eq!(&entries, &map);
                 prop_assert_eq!(table.len(), map.len());
                 prop_assert!(map.iter().all(|(hash, value)| table.get(*hash) == Some(value)));
                 prop_assert_eq!(table.get(99), None);

@@ -14,7 +14,7 @@ pub(crate) const MARKER: &str = "format";
 /// Start of the marker text, in every format.
 pub(crate) const MARKER_START: &[u8] = b"pyengine kv-store\n";
 const NEW_MARKER: &str = "format.new";
-const MOST: u64 = 4096;
+const MAX_MARKER_BYTES: u64 = 4096;
 
 /// The text of the marker file.
 pub(crate) fn text(sealer: &Sealer) -> String {
@@ -82,7 +82,7 @@ fn read(disk: &dyn Disk, name: &str) -> io::Result<Option<String>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
-    let mut bytes = vec![0; file.size()?.min(MOST) as usize];
+    let mut bytes = vec![0; file.size()?.min(MAX_MARKER_BYTES) as usize];
     read_exact(&*file, &mut bytes, 0)?;
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }

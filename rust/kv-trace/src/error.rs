@@ -39,13 +39,13 @@ pub enum TraceError {
     /// The file ends within an operation (0: the header).
     #[error(
         "the recording is cut at byte {byte}, in {}; end one with stop_recording(), and copy it whole",
-        place(*operation)
+        operation_name(*operation)
     )]
     Cut { byte: u64, operation: u64 },
     /// An operation (0: the header) is damaged.
     #[error(
         "the recording is damaged at byte {byte}, in {}: {what}; copy it again or record it again",
-        place(*operation)
+        operation_name(*operation)
     )]
     Corrupt {
         byte: u64,
@@ -63,7 +63,7 @@ fn way_out(recorded_by: Option<&str>) -> String {
     }
 }
 
-pub(crate) fn place(operation: u64) -> String {
+pub(crate) fn operation_name(operation: u64) -> String {
     match operation {
         0 => "its header".into(),
         operation => format!("operation {operation}"),

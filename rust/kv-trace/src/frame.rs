@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use kv_core::Config;
 
-use crate::error::{TraceError, place};
+use crate::error::{TraceError, operation_name};
 
 const MAGIC: &[u8; 8] = b"kvtrace\n";
 
@@ -81,12 +81,12 @@ impl<R: Read> Frames<R> {
         if frames.body.len() < MAGIC.len() {
             return Err(frames.cut());
         }
-        let found = frames.number()?.ok_or_else(|| frames.cut())?;
+        let version = frames.number()?.ok_or_else(|| frames.cut())?;
         let header = frames.next();
-        if found != VERSION {
+        if version != VERSION {
             let there = matches!(header, Ok(true));
             return Err(TraceError::Version {
-                found,
+                found: version,
                 supported: VERSION,
                 recorded_by: frames.recorded_by().filter(|_| there),
             });
@@ -117,7 +117,10 @@ impl<R: Read> Frames<R> {
         };
         if len > self.longest {
             return Err(TraceError::Limit {
-                what: format!("the length in bytes of {}", place(self.operation())),
+                what: format!(
+                    "the length in bytes of {}",
+                    operation_name(self.operation())
+                ),
                 found: len,
                 limit: self.longest,
             });

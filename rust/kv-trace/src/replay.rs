@@ -157,12 +157,12 @@ impl<R: Read> Replay<R> {
     }
 }
 
-fn within(what: &str, found: usize, limit: usize) -> Result<(), TraceError> {
-    match found <= limit {
+fn within(what: &str, count: usize, limit: usize) -> Result<(), TraceError> {
+    match count <= limit {
         true => Ok(()),
         false => Err(TraceError::Limit {
             what: what.into(),
-            found: found as u64,
+            found: count as u64,
             limit: limit as u64,
         }),
     }
@@ -537,17 +537,17 @@ impl Player {
     }
 
     fn sequence(&self, id: u64) -> Result<SeqKey, Halt> {
-        let found = self.sequences.get(&id).map(|(handle, _)| handle.key());
-        found.ok_or(Halt::Missing("sequence", id))
+        let key = self.sequences.get(&id).map(|(handle, _)| handle.key());
+        key.ok_or(Halt::Missing("sequence", id))
     }
 
     fn transfer(&self, serial: u64) -> Result<TransferKey, Halt> {
-        let found = self.transfers.get(&serial).map(Transfer::key);
-        found.ok_or(Halt::Missing("transfer", serial))
+        let key = self.transfers.get(&serial).map(Transfer::key);
+        key.ok_or(Halt::Missing("transfer", serial))
     }
 
     fn plan(&self, serial: u64) -> Result<PlanKey, Halt> {
-        let found = self.plans.get(&serial).map(PlanHandle::key);
-        found.ok_or(Halt::Missing("step", serial))
+        let key = self.plans.get(&serial).map(PlanHandle::key);
+        key.ok_or(Halt::Missing("step", serial))
     }
 }

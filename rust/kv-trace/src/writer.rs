@@ -11,7 +11,7 @@ use std::{mem, thread};
 const CHUNK: usize = 8 << 10;
 
 /// The most bytes that may wait to be written. A recording that falls further behind ends.
-const MOST_WAITING: usize = 32 << 20;
+const MAX_WAITING: usize = 32 << 20;
 
 /// How long to wait for a writer that accepts nothing.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -92,7 +92,7 @@ impl WriterThread {
         }
         let waiting = self.progress.waiting.load(Ordering::Relaxed);
         // A single operation may be longer than the limit.
-        if waiting == 0 || waiting + self.chunk.len() <= MOST_WAITING {
+        if waiting == 0 || waiting + self.chunk.len() <= MAX_WAITING {
             self.send();
             return;
         }

@@ -363,8 +363,8 @@ fn a_replay_goes_operation_by_operation() {
             (&operation.call, &operation.answer)
         {
             let views = steps.sequences();
-            let made = views.iter().find(|view| view.id == *id);
-            assert_eq!(made.expect("alive").tokens, &tokens[..]);
+            let view = views.iter().find(|view| view.id == *id);
+            assert_eq!(view.expect("alive").tokens, &tokens[..]);
         }
         last = Some((operation.call_text(), operation.answer_text()));
     }

@@ -138,7 +138,7 @@ fn paths(text: &str, module: &str) -> Vec<String> {
         name.trim().strip_suffix(';')
     });
     let starts = declared.chain(["crate", "super", "self"]);
-    let mut found = vec![];
+    let mut paths = vec![];
     for start in starts.map(|start| format!("{start}::")) {
         for (at, _) in text.match_indices(&start) {
             // Not in the middle of a name or a path.
@@ -150,12 +150,12 @@ fn paths(text: &str, module: &str) -> Vec<String> {
                         true => path.strip_prefix("super::").unwrap_or(path),
                         false => path,
                     };
-                    found.push(from_root(path, module));
+                    paths.push(from_root(path, module));
                 }
             }
         }
     }
-    found
+    paths
 }
 
 /// A path, with its list if it ends with one.
@@ -179,7 +179,7 @@ fn expand(path: &str) -> Vec<String> {
         return vec![path.trim().trim_end_matches("::self").to_owned()];
     };
     let list = list.rsplit_once('}').map_or(list, |(list, _)| list);
-    let (mut depth, mut begin, mut found) = (0, 0, vec![]);
+    let (mut depth, mut begin, mut expanded) = (0, 0, vec![]);
     for (at, c) in list.char_indices().chain([(list.len(), ',')]) {
         match c {
             '{' => depth += 1,
@@ -187,7 +187,7 @@ fn expand(path: &str) -> Vec<String> {
             ',' if depth == 0 => {
                 let item = list[begin..at].trim();
                 if !item.is_empty() {
-                    found.extend(
+                    expanded.extend(
                         expand(item)
                             .iter()
                             .map(|rest| format!("{}{rest}", start.trim_start())),
@@ -198,7 +198,7 @@ fn expand(path: &str) -> Vec<String> {
             _ => {}
         }
     }
-    found
+    expanded
 }
 
 /// A path in `module` that begins with `crate`, `super`, `self` or a submodule, from the root on.
@@ -293,8 +293,8 @@ mod tests {
             ("i", vec!["b"]),
             ("h", vec!["a"]),
         ] {
-            let found: Vec<_> = graph.0[module].iter().map(String::as_str).collect();
-            assert_eq!(found, others, "{module}");
+            let imports: Vec<_> = graph.0[module].iter().map(String::as_str).collect();
+            assert_eq!(imports, others, "{module}");
         }
     }
 

@@ -180,13 +180,13 @@ impl TokenLog {
     /// How many tokens before `first`, in its sequence, are equal to the end of `rest`.
     fn common_before(&self, first: u64, rest: &[u32]) -> usize {
         let in_log = (first - self.base) as usize;
-        let most = self
+        let max_len = self
             .get(first)
             .offset
             .min(in_log)
             .min(MAX_MATCH - MIN_MATCH);
         let mut count = 0;
-        while count < most.min(rest.len())
+        while count < max_len.min(rest.len())
             && self.get(first - 1 - count as u64).token == rest[rest.len() - 1 - count]
         {
             count += 1;

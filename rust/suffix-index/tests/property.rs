@@ -14,12 +14,12 @@ enum Call {
 }
 
 fn call() -> impl Strategy<Value = Call> {
-    let tokens = |most| prop::collection::vec(0..3_u32, 0..most);
+    let tokens = |max_tokens| prop::collection::vec(0..3_u32, 0..max_tokens);
     prop_oneof![
         2 => (0..2_u8, tokens(20)).prop_map(|(namespace, prompt)| Call::Begin(namespace, prompt)),
         4 => (0..8_usize, tokens(12)).prop_map(|(sequence, tokens)| Call::Extend(sequence, tokens)),
         1 => (0..8_usize).prop_map(Call::End),
-        4 => (0..8_usize, 0..6_usize).prop_map(|(sequence, most)| Call::Draft(sequence, most)),
+        4 => (0..8_usize, 0..6_usize).prop_map(|(sequence, max_tokens)| Call::Draft(sequence, max_tokens)),
     ]
 }
 
@@ -57,7 +57,7 @@ impl Oracle {
         self.archive.iter().map(|(_, tokens)| tokens.len()).sum()
     }
 
-    fn draft(&self, at: usize, most: usize) -> Draft {
+    fn draft(&self, at: usize, max_tokens: usize) -> Draft {
         let sequence = &self.sequences[at].1;
         let own = vec![sequence.tokens.clone()];
         let same = |(namespace, _): &&(u8, Vec<u32>)| *namespace == sequence.namespace;
@@ -73,7 +73,7 @@ impl Oracle {
         );
         let (match_len, mut left) = if own.0 >= others.0 { own } else { others };
         let mut tokens = Vec::new();
-        while tokens.len() < most && !left.is_empty() {
+        while tokens.len() < max_tokens && !left.is_empty() {
             let count = |token: u32| left.iter().filter(|rest| rest[0] == token).count();
             let best = left.iter().map(|rest| count(rest[0])).max().expect("some");
             let token = left
@@ -101,19 +101,19 @@ fn matches(sequences: &[Vec<u32>], end: &[u32]) -> (usize, Vec<Vec<u32>>) {
             .count()
             .min(MAX_MATCH)
     };
-    let places = sequences.iter().rev().flat_map(|sequence| {
+    let matches = sequences.iter().rev().flat_map(|sequence| {
         (MIN_MATCH..=sequence.len())
             .rev()
             .map(move |at| (&sequence[..at], &sequence[at..]))
     });
-    let found: Vec<_> = places
+    let lens: Vec<_> = matches
         .map(|(before, after)| (same(before), after.to_vec()))
         .filter(|(match_len, _)| *match_len >= MIN_MATCH)
         .take(MAX_MATCHES)
         .filter(|(_, after)| !after.is_empty())
         .collect();
-    let longest = found.iter().map(|(len, _)| *len).max().unwrap_or(0);
-    let followers = found.into_iter().filter(|(len, _)| *len == longest);
+    let longest = lens.iter().map(|(len, _)| *len).max().unwrap_or(0);
+    let followers = lens.into_iter().filter(|(len, _)| *len == longest);
     (longest, followers.map(|(_, after)| after).collect())
 }
 
@@ -145,9 +145,9 @@ proptest! {
                     prop_assert!(!index.extend(name, &[1]));
                     prop_assert_eq!(index.draft(name, 3), Draft::default());
                 }
-                Call::Draft(at, most) if at < count => {
+                Call::Draft(at, max_tokens) if at < count => {
                     let name = oracle.sequences[at].0;
-                    prop_assert_eq!(index.draft(name, most), oracle.draft(at, most));
+                    prop_assert_eq!(index.draft(name, max_tokens), oracle.draft(at, max_tokens));
                 }
                 _ => {}
             }
@@ -216,8 +216,8 @@ fn ending_a_text_does_not_look_at_all_namespaces() {
         );
         start.elapsed()
     };
-    let least = |namespaces| (0..3).map(|_| ends(namespaces)).min();
-    let (few, many) = (least(100).expect("one"), least(20_000).expect("one"));
+    let fastest = |namespaces| (0..3).map(|_| ends(namespaces)).min();
+    let (few, many) = (fastest(100).expect("one"), fastest(20_000).expect("one"));
     assert!(
         many < 50 * few,
         "{few:?} beside 100 namespaces, {many:?} beside 20,000"

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_and_named():
         (("Q4_K", data, 4, 288), "in_features=288"),
         (("Q4_K", data, 0, 256), "out_features is 0"),
         (("Q4_K", data, 4, 0), "in_features is 0"),
-        (("Q4_K", data, 2**60, 256), "beyond this machine"),
+        (("Q4_K", data, 2**60, 256), "exceeds the address space"),
     ):
         with pytest.raises(ValueError, match=text):
             QuantizedWeight(*wrong)

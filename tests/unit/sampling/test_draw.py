@@ -62,7 +62,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     shared = out.view(np.float32)[:, None]
     refused(largest_logits, shared, out[:2], match="share memory|out has 2 elements")
     drawn = (rows, settings_of_rows, numbers, out)
-    refused(draw_tokens, logits, rows + 1, *drawn[1:], match=r"rows\[1\]=2 is not below 2")
+    refused(draw_tokens, logits, rows + 1, *drawn[1:], match=r"rows\[1\]=2 is not in 0\.\.2")
     refused(draw_tokens, logits, rows, np.ones((3, 2)), numbers, out, match=r"must be \[4, 2\]")
     refused(draw_tokens, logits, rows, settings_of_rows, numbers[:1], out, match="numbers has 1")
     refused(draw_tokens, logits, out, settings_of_rows, numbers, out, match="out and rows share")

@@ -89,24 +89,24 @@ fn products_are_near_the_exact_ones(isa: Isa) {
         let size = layer.in_features;
         for count in [1, 2, 5, 6, 7, 13, 40] {
             let rows = floats(count * size, 3);
-            let found = layer.multiply(&attention, &rows);
+            let actual = layer.multiply(&attention, &rows);
             let halves: Vec<u16> = rows.iter().map(|&float| u16::narrow(float)).collect();
             let bias: Vec<u16> = layer.bias.iter().map(|&float| u16::narrow(float)).collect();
-            let mut found_halves = vec![u16::MAX; found.len()];
+            let mut actual_halves = vec![u16::MAX; actual.len()];
             attention
-                .linear(&halves, &layer.packed, Some(&bias), &mut found_halves)
+                .linear(&halves, &layer.packed, Some(&bias), &mut actual_halves)
                 .expect("it fits");
-            for at in 0..found.len() {
+            for at in 0..actual.len() {
                 let (row, output) = (at / layer.out_features, at % layer.out_features);
                 let weight = &layer.weight[output * size..][..size];
                 let terms = rows[row * size..][..size].iter().zip(weight);
                 let terms: Vec<f64> = terms.map(|(&x, w)| f64::from(x) * w).collect();
                 let exact = f64::from(layer.bias[output]) + terms.iter().sum::<f64>();
                 let largest: f64 = 1.0 + terms.iter().map(|term| term.abs()).sum::<f64>();
-                let error = (f64::from(found[at]) - exact).abs();
+                let error = (f64::from(actual[at]) - exact).abs();
                 let bound = largest * f64::from(f32::EPSILON) * (size as f64).sqrt();
                 assert!(error <= bound, "{count} rows of {shape:?}: {error:e}");
-                let error = (f64::from(found_halves[at].widen()) - exact).abs();
+                let error = (f64::from(actual_halves[at].widen()) - exact).abs();
                 assert!(
                     error <= largest / 64.0,
                     "{count} rows of {shape:?}: {error:e}"
@@ -141,10 +141,10 @@ fn a_row_has_the_same_bits_everywhere(isa: Isa) {
             for first in [0, 40 - count] {
                 let batch = &rows[first * size..][..count * size];
                 for attention in [&attention, &three] {
-                    let (found, gated) = both(attention, batch);
+                    let (actual, gated) = both(attention, batch);
                     for (number, row) in alone[first..][..count].iter().enumerate() {
                         let own = number * width..(number + 1) * width;
-                        assert!(found[own.clone()] == row.0, "{count} rows of {shape:?}");
+                        assert!(actual[own.clone()] == row.0, "{count} rows of {shape:?}");
                         assert!(gated[own] == row.1, "{count} gated rows of {shape:?}");
                     }
                 }
@@ -160,8 +160,8 @@ fn rows_of_the_weight_come_back() {
         let mut out = vec![f32::NAN; layer.weight.len()];
         layer.packed.gather(&outputs, &mut out).expect("it fits");
         let rows = out.chunks(layer.in_features).rev().flatten();
-        for (&found, &expected) in rows.zip(&layer.weight) {
-            assert_eq!(found, expected as f32);
+        for (&actual, &expected) in rows.zip(&layer.weight) {
+            assert_eq!(actual, expected as f32);
         }
     }
 }

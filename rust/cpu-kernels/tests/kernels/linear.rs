@@ -129,10 +129,10 @@ fn products_are_near_the_exact_ones(isa: Isa) {
         for count in [1, 2, 3, 4, 5, 6, 7, 11, 13, 40] {
             let rows = floats(count * in_features, 3);
             for has_bias in [false, true] {
-                let found = layer.multiply(&attention, &rows, has_bias);
+                let actual = layer.multiply(&attention, &rows, has_bias);
                 let exact = layer.exact(&rows, has_bias);
-                for (at, (&found, &(exact, size))) in found.iter().zip(&exact).enumerate() {
-                    let error = (f64::from(found) - exact).abs();
+                for (at, (&actual, &(exact, size))) in actual.iter().zip(&exact).enumerate() {
+                    let error = (f64::from(actual) - exact).abs();
                     let bound = size * f64::from(f32::EPSILON) * (in_features as f64).sqrt();
                     assert!(
                         error <= bound,
@@ -156,10 +156,10 @@ fn a_row_has_the_same_bits_in_every_batch(isa: Isa) {
         for count in 1..=40 {
             for first in [0, 40 - count] {
                 let batch = &rows[first * in_features..][..count * in_features];
-                let found = bits(&layer.multiply(&attention, batch, true));
+                let actual = bits(&layer.multiply(&attention, batch, true));
                 let expected = &alone[first * out_features..][..count * out_features];
                 assert!(
-                    found == expected,
+                    actual == expected,
                     "{count} rows of {in_features}x{out_features}"
                 );
             }
@@ -186,15 +186,15 @@ fn many_rows_have_the_bits_of_one(isa: Isa) {
         for count in [41, 61, 95, 96, 97, 102, 192, 197] {
             let (size, end) = (count * in_features, count * out_features);
             for attention in [&one, &two] {
-                let found = bits(&layer.multiply(attention, &rows[..size], true));
-                assert!(found == alone[..end], "{count} rows of {in_features}");
-                let found = bits(&halved.multiply(attention, &rows[..size], true));
+                let actual = bits(&layer.multiply(attention, &rows[..size], true));
+                assert!(actual == alone[..end], "{count} rows of {in_features}");
+                let actual = bits(&halved.multiply(attention, &rows[..size], true));
                 assert!(
-                    found == alone_halved[..end],
+                    actual == alone_halved[..end],
                     "{count} rows of {in_features}"
                 );
-                let found = halved.multiply_halves(attention, &low[..size], true);
-                assert!(found == alone_low[..end], "{count} rows of {in_features}");
+                let actual = halved.multiply_halves(attention, &low[..size], true);
+                assert!(actual == alone_low[..end], "{count} rows of {in_features}");
             }
         }
     }
@@ -222,12 +222,12 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
                 });
                 (bits(&layer.multiply(attention, &rows, true)), gated)
             };
-            let found = all(&attention(isa, 1));
+            let actual = all(&attention(isa, 1));
             for threads in [2, 3] {
-                assert!(found == all(&attention(isa, threads)), "{threads} threads");
+                assert!(actual == all(&attention(isa, threads)), "{threads} threads");
             }
             if count < 8 {
-                assert!(found == all(&attention(Isa::Portable, 1)), "plain");
+                assert!(actual == all(&attention(Isa::Portable, 1)), "plain");
             }
         }
     }
@@ -251,19 +251,19 @@ fn check_gates(isa: Isa, activation: Activation) {
                 .into_iter()
                 .map(|float| float * factor)
                 .collect();
-            let mut found = vec![f32::NAN; count * out_features];
+            let mut actual = vec![f32::NAN; count * out_features];
             attention
-                .gated_linear(&rows, &gate.packed, activation, &up.packed, &mut found)
+                .gated_linear(&rows, &gate.packed, activation, &up.packed, &mut actual)
                 .expect("it fits");
             let gates = gate.multiply(&attention, &rows, false);
             let ups = up.multiply(&attention, &rows, false);
-            for ((&found, gate), up) in found.iter().zip(gates).zip(ups) {
+            for ((&actual, gate), up) in actual.iter().zip(gates).zip(ups) {
                 let (gate, up) = (f64::from(gate), f64::from(up));
                 let exact = activated(activation, gate) * up;
-                let error = (f64::from(found) - exact).abs();
+                let error = (f64::from(actual) - exact).abs();
                 assert!(
                     error <= 1e-5 * exact.abs() + 1e-25,
-                    "{found} is not {exact}"
+                    "{actual} is not {exact}"
                 );
             }
         }
@@ -276,11 +276,11 @@ fn numbers_that_are_not_finite_stay_in_their_row(isa: Isa) {
     let clean = floats(3 * 20, 8);
     let mut rows = clean.clone();
     (rows[20], rows[25]) = (f32::NAN, f32::INFINITY);
-    let found = layer.multiply(&attention, &rows, false);
-    assert!(found[37..74].iter().all(|float| float.is_nan()));
+    let actual = layer.multiply(&attention, &rows, false);
+    assert!(actual[37..74].iter().all(|float| float.is_nan()));
     let expected = layer.multiply(&attention, &clean, false);
     assert_eq!(
-        bits(&[&found[..37], &found[74..]].concat()),
+        bits(&[&actual[..37], &actual[74..]].concat()),
         bits(&[&expected[..37], &expected[74..]].concat())
     );
 }
@@ -292,10 +292,10 @@ fn products_of_bfloat16_are_near_the_exact_ones(isa: Isa) {
         for count in [1, 2, 3, 5, 6, 7, 13, 40] {
             let rows = halves(&floats(count * in_features, 3));
             for has_bias in [false, true] {
-                let found = layer.multiply_halves(&attention, &rows, has_bias);
+                let actual = layer.multiply_halves(&attention, &rows, has_bias);
                 let exact = layer.exact(&widened(&rows), has_bias);
-                for (at, (&found, &(exact, size))) in found.iter().zip(&exact).enumerate() {
-                    let error = (f64::from(found.widen()) - exact).abs();
+                for (at, (&actual, &(exact, size))) in actual.iter().zip(&exact).enumerate() {
+                    let error = (f64::from(actual.widen()) - exact).abs();
                     let sum = size * f64::from(f32::EPSILON) * (in_features as f64).sqrt();
                     let bound = exact.abs() / 256.0 + 2.0 * sum;
                     assert!(
@@ -331,19 +331,19 @@ fn a_row_of_bfloat16_has_the_same_bits_in_every_batch_and_by_all_threads(isa: Is
         };
         let (mut alone, mut gated) = (vec![], vec![]);
         for row in rows.chunks(in_features) {
-            let (found, found_gated) = both(&attention, row);
-            alone.extend(found);
-            gated.extend(found_gated);
+            let (actual, actual_gated) = both(&attention, row);
+            alone.extend(actual);
+            gated.extend(actual_gated);
         }
         for count in 1..=40 {
             for first in [0, 40 - count] {
                 let batch = &rows[first * in_features..][..count * in_features];
                 let expected = [&alone, &gated].map(|all| &all[first * out_features..]);
                 for attention in [&attention, &three] {
-                    let (found, found_gated) = both(attention, batch);
+                    let (actual, actual_gated) = both(attention, batch);
                     let size = count * out_features;
-                    assert!(found == expected[0][..size], "{count} rows");
-                    assert!(found_gated == expected[1][..size], "{count} gated rows");
+                    assert!(actual == expected[0][..size], "{count} rows");
+                    assert!(actual_gated == expected[1][..size], "{count} gated rows");
                 }
             }
         }
@@ -365,12 +365,12 @@ fn bfloat16_weights_have_the_bits_of_floats(isa: Isa) {
                 .chunks(out_features + 1)
                 .flat_map(|row| row[..out_features].to_vec())
                 .collect();
-            let found = layer.multiply(&attention, &rows, false);
-            assert_eq!(bits(&found), bits(&expected));
-            assert_eq!(bits(&found), bits(&layer.multiply(&plain, &rows, false)));
+            let actual = layer.multiply(&attention, &rows, false);
+            assert_eq!(bits(&actual), bits(&expected));
+            assert_eq!(bits(&actual), bits(&layer.multiply(&plain, &rows, false)));
             if FLOATS.contains(&isa) || isa == Isa::Avx512Bf16 && is_by_intel() {
-                let found = layer.multiply_halves(&attention, &halves(&rows), false);
-                assert_eq!(found, halves(&expected));
+                let actual = layer.multiply_halves(&attention, &halves(&rows), false);
+                assert_eq!(actual, halves(&expected));
             }
         }
     }
@@ -394,18 +394,18 @@ fn a_gate_of_bfloat16_is_the_activation_of_its_product(isa: Isa) {
     let counts = [1, 4, 9].into_iter();
     for (count, activation) in counts.flat_map(|count| Activation::ALL.map(|each| (count, each))) {
         let rows = halves(&floats(count * 300, 3));
-        let mut found = vec![u16::MAX; count * 33];
+        let mut actual = vec![u16::MAX; count * 33];
         attention
-            .gated_linear(&rows, &gate.packed, activation, &up.packed, &mut found)
+            .gated_linear(&rows, &gate.packed, activation, &up.packed, &mut actual)
             .expect("it fits");
         let rows = widened(&rows);
-        for ((&found, (gate, _)), (up, _)) in found
+        for ((&actual, (gate, _)), (up, _)) in actual
             .iter()
             .zip(gate.exact(&rows, false))
             .zip(up.exact(&rows, false))
         {
             let exact = activated(activation, gate) * up;
-            let error = (f64::from(found.widen()) - exact).abs();
+            let error = (f64::from(actual.widen()) - exact).abs();
             assert!(error <= exact.abs() / 200.0 + 1e-4, "{exact}: {error:e}");
         }
     }
@@ -416,11 +416,11 @@ fn bfloat16_that_is_not_finite_stays_in_its_row(isa: Isa) {
     let clean = halves(&floats(3 * 21, 8));
     let mut rows = clean.clone();
     (rows[21], rows[41]) = (u16::narrow(f32::NAN), u16::narrow(f32::INFINITY));
-    let found = layer.multiply_halves(&attention, &rows, false);
-    assert!(found[37..74].iter().all(|half| half.widen().is_nan()));
+    let actual = layer.multiply_halves(&attention, &rows, false);
+    assert!(actual[37..74].iter().all(|half| half.widen().is_nan()));
     let expected = layer.multiply_halves(&attention, &clean, false);
     assert_eq!(
-        [&found[..37], &found[74..]],
+        [&actual[..37], &actual[74..]],
         [&expected[..37], &expected[74..]]
     );
 }
@@ -443,9 +443,9 @@ fn what_does_not_fit_is_refused() {
         (7, 2, 3),
         (1, usize::MAX, 2),
     ] {
-        let found = PackedWeight::pack(&vec![1.0_f32; size], in_features, out_features);
+        let actual = PackedWeight::pack(&vec![1.0_f32; size], in_features, out_features);
         assert!(matches!(
-            found,
+            actual,
             Err(Error::Zero(_) | Error::Length { .. } | Error::TooLarge)
         ));
     }
@@ -454,22 +454,22 @@ fn what_does_not_fit_is_refused() {
     let mut out = [7.0; 4];
     for (rows, bias, size) in [(5, 2, 4), (6, 3, 4), (6, 2, 3), (9, 2, 4), (3, 2, 4)] {
         let bias = vec![1.0; bias];
-        let found = attention.linear(
+        let actual = attention.linear(
             &vec![1.0_f32; rows],
             &layer.packed,
             Some(&bias),
             &mut out[..size],
         );
-        assert!(matches!(found, Err(Error::Length { .. })), "{found:?}");
+        assert!(matches!(actual, Err(Error::Length { .. })), "{actual:?}");
     }
-    let found = attention.gated_linear(
+    let actual = attention.gated_linear(
         &[1.0; 6],
         &other.packed,
         Activation::Silu,
         &layer.packed,
         &mut out,
     );
-    assert!(matches!(found, Err(Error::Length { .. })), "{found:?}");
+    assert!(matches!(actual, Err(Error::Length { .. })), "{actual:?}");
     assert_eq!(out, [7.0; 4]);
     attention
         .linear::<f32>(&[], &layer.packed, None, &mut [])
@@ -506,12 +506,12 @@ fn rows_come_back(layer: &Layer) {
         .expect("they are there");
     assert_eq!(rounded, halves(&out));
     for wrong in [-1, out_features as i64, i64::MAX] {
-        let found = layer.packed.gather(&[0, 0, 0, wrong], &mut out);
-        let text = found.expect_err("there is none").to_string();
+        let actual = layer.packed.gather(&[0, 0, 0, wrong], &mut out);
+        let text = actual.expect_err("there is none").to_string();
         assert!(text.contains(&format!("outputs[3]={wrong}")), "{text}");
     }
-    let found = layer.packed.gather(&outputs[1..], &mut out);
-    assert!(matches!(found, Err(Error::Length { .. })));
+    let actual = layer.packed.gather(&outputs[1..], &mut out);
+    assert!(matches!(actual, Err(Error::Length { .. })));
 }
 
 /// Adds the tests of this module.

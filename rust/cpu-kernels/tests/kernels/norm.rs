@@ -31,9 +31,9 @@ fn every_level_gives_the_same_bits_near_the_exact_numbers(isa: Isa) {
             assert_eq!(mixed, narrow(&rounded_once));
             (out.into_iter().map(f32::to_bits).collect::<Vec<_>>(), half)
         };
-        let found = normal(isa, 1);
-        assert!(found == normal(isa, 3) && found == normal(Isa::Portable, 2));
-        for (row, out) in rows.chunks(size).zip(found.0.chunks(size)) {
+        let actual = normal(isa, 1);
+        assert!(actual == normal(isa, 3) && actual == normal(Isa::Portable, 2));
+        for (row, out) in rows.chunks(size).zip(actual.0.chunks(size)) {
             let squares = row.iter().map(|&one| f64::from(one).powi(2)).sum::<f64>();
             let scale = 1.0 / (squares / size as f64 + f64::from(epsilon)).sqrt();
             for ((&one, &weight), &bits) in row.iter().zip(&weight).zip(out) {
@@ -48,8 +48,8 @@ fn what_does_not_fit_is_refused() {
     let attention = Attention::new(1).expect("there are threads");
     let mut out = [7.0; 6];
     for (rows, weight) in [(6, 0), (5, 3), (6, 4), (9, 3)] {
-        let found = attention.rms_norm(&vec![1.0; rows], &vec![1.0; weight], 1e-5, &mut out);
-        assert!(matches!(found, Err(Error::Length { .. } | Error::Zero(_))));
+        let actual = attention.rms_norm(&vec![1.0; rows], &vec![1.0; weight], 1e-5, &mut out);
+        assert!(matches!(actual, Err(Error::Length { .. } | Error::Zero(_))));
     }
     assert_eq!(out, [7.0; 6]);
 }

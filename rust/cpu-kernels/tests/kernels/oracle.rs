@@ -380,8 +380,8 @@ impl World {
         order.sort_by_key(|sequence| usize::MAX - computed(sequence));
         let (all, half) = (order.len(), order.len().div_ceil(2));
         let (outer, inner) = (computed(&order[all - 1]), computed(&order[half - 1]));
-        for (place, &sequence) in order.iter().enumerate() {
-            let shared = if place < half { inner } else { outer };
+        for (row, &sequence) in order.iter().enumerate() {
+            let shared = if row < half { inner } else { outer };
             let from = order[0] * self.width;
             let shared: Vec<i32> = self.tables[from..][..shared].to_vec();
             self.tables[sequence * self.width..][..shared.len()].copy_from_slice(&shared);
@@ -417,9 +417,9 @@ fn every_row_sees_what_it_should_and_nothing_else(isa: Isa) {
         let out = world.attend(&threads(1, isa));
         let oracle = world.oracle();
         prop_assert_eq!(out.len(), oracle.len());
-        for (found, exact) in out.iter().zip(oracle) {
-            let error = (f64::from(*found) - exact).abs();
-            prop_assert!(error < 2e-5, "{} is not {}", found, exact);
+        for (actual, exact) in out.iter().zip(oracle) {
+            let error = (f64::from(*actual) - exact).abs();
+            prop_assert!(error < 2e-5, "{} is not {}", actual, exact);
         }
         Ok(())
     });
@@ -441,8 +441,8 @@ fn bfloat16_is_float32_that_was_rounded(isa: Isa) {
         let exact = rounded.attend(&threads(1, Isa::Portable));
         let exact: Vec<u16> = exact.into_iter().map(u16::narrow).collect();
         for num_threads in 1..4 {
-            let found = rounded.attend_in(&threads(num_threads, isa), u16::narrow(f32::NAN));
-            prop_assert_eq!(&exact, &found);
+            let actual = rounded.attend_in(&threads(num_threads, isa), u16::narrow(f32::NAN));
+            prop_assert_eq!(&exact, &actual);
         }
         Ok(())
     });
@@ -461,8 +461,8 @@ fn eight_bits_have_the_bits_of_what_they_stand_for(isa: Isa) {
         let narrowed: Vec<u16> = dequantised.into_iter().map(u16::narrow).collect();
         for num_threads in 1..4 {
             let attention = threads(num_threads, isa);
-            let found = rounded.attend_int8(&attention, u16::narrow(f32::NAN));
-            prop_assert_eq!(&narrowed, &found);
+            let actual = rounded.attend_int8(&attention, u16::narrow(f32::NAN));
+            prop_assert_eq!(&narrowed, &actual);
         }
         Ok(())
     });
@@ -475,13 +475,13 @@ fn eight_bits_in_products_of_bfloat16_are_near(isa: Isa) {
         let oracle = rounded.dequantised::<u16>().oracle();
         for num_threads in [1, 2] {
             let out = rounded.attend_int8(&threads(num_threads, isa), 0_u16);
-            for (found, exact) in out.iter().zip(&oracle) {
-                let found = f64::from(found.widen());
-                let error = (found - exact).abs();
+            for (actual, exact) in out.iter().zip(&oracle) {
+                let actual = f64::from(actual.widen());
+                let error = (actual - exact).abs();
                 prop_assert!(
                     error < 8e-3 + exact.abs() / 200.0,
                     "{} is not {}",
-                    found,
+                    actual,
                     exact
                 );
             }
@@ -497,13 +497,13 @@ fn products_of_bfloat16_are_near(isa: Isa) {
         let oracle = rounded.oracle();
         for num_threads in [1, 2] {
             let out = rounded.attend_in(&threads(num_threads, isa), 0);
-            for (found, exact) in out.iter().zip(&oracle) {
-                let found = f64::from(found.widen());
-                let error = (found - exact).abs();
+            for (actual, exact) in out.iter().zip(&oracle) {
+                let actual = f64::from(actual.widen());
+                let error = (actual - exact).abs();
                 prop_assert!(
                     error < 8e-3 + exact.abs() / 200.0,
                     "{} is not {}",
-                    found,
+                    actual,
                     exact
                 );
             }
@@ -561,10 +561,10 @@ fn reading_a_shared_prefix_once_changes_no_bit(isa: Isa) {
         for num_threads in [1, 3] {
             let attention = threads(num_threads, isa);
             prop_assert_eq!(&exact, &bits(&world.attend(&attention)));
-            let found = world.attend_in(&attention, u16::narrow(f32::NAN));
-            prop_assert_eq!(&rounded, &found);
-            let found = world.attend_int8(&attention, u16::narrow(f32::NAN));
-            prop_assert_eq!(&quantised, &found);
+            let actual = world.attend_in(&attention, u16::narrow(f32::NAN));
+            prop_assert_eq!(&rounded, &actual);
+            let actual = world.attend_int8(&attention, u16::narrow(f32::NAN));
+            prop_assert_eq!(&quantised, &actual);
         }
         Ok(())
     });
@@ -621,11 +621,11 @@ fn threads_share_a_large_step(isa: Isa) {
                 assert_eq!(half, world.attend_in(&attention, 0));
             }
         }
-        let found = world.attend(&threads(2, isa));
-        for (found, exact) in found.iter().zip(world.oracle()) {
+        let actual = world.attend(&threads(2, isa));
+        for (actual, exact) in actual.iter().zip(world.oracle()) {
             assert!(
-                (f64::from(*found) - exact).abs() < 2e-6,
-                "{found} is not {exact}"
+                (f64::from(*actual) - exact).abs() < 2e-6,
+                "{actual} is not {exact}"
             );
         }
     }
@@ -677,12 +677,12 @@ fn scores_that_leave_no_room_for_others(isa: Isa) {
     };
     let world = world(shape, 1, &[(1, 600), (3, 2)], (90.0, None, None, true), 1);
     let out = world.attend(&threads(1, isa));
-    for (found, exact) in out.iter().zip(world.oracle()) {
+    for (actual, exact) in out.iter().zip(world.oracle()) {
         assert!(
-            exact.is_nan() || (f64::from(*found) - exact).abs() < 1e-3,
-            "{found} is not {exact}"
+            exact.is_nan() || (f64::from(*actual) - exact).abs() < 1e-3,
+            "{actual} is not {exact}"
         );
-        assert!(found.is_finite());
+        assert!(actual.is_finite());
     }
 }
 
@@ -703,12 +703,12 @@ fn what_a_row_does_not_see_may_be_infinite(isa: Isa) {
             world.keys[slot * dim + element] = wrong;
             world.values[slot * dim + element] = wrong;
         }
-        let found = world.attend(&threads(1, isa));
+        let actual = world.attend(&threads(1, isa));
         let per_row = world.heads * dim;
-        let rows = found.chunks(per_row).zip(finite.chunks(per_row));
-        for (position, (found, finite)) in (30..).zip(rows) {
+        let rows = actual.chunks(per_row).zip(finite.chunks(per_row));
+        for (position, (actual, finite)) in (30..).zip(rows) {
             let is_seen = position >= 60 && window.is_none_or(|window| position - 60 < window);
-            assert_eq!(bits(found) != bits(finite), is_seen, "{position}");
+            assert_eq!(bits(actual) != bits(finite), is_seen, "{position}");
         }
     }
 }

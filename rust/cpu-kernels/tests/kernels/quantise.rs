@@ -48,14 +48,14 @@ fn weight(count: usize) -> Vec<f32> {
         state ^= state << 5;
         state
     };
-    let mut found = vec![];
+    let mut actual = vec![];
     for number in 0..count {
         let size = 2f32.powi((next() % 250) as i32 - 125);
         let outlier = next() as usize % GROUP;
         for at in 0..GROUP {
             let float = next() as f32 / 2f32.powi(31) - 1.0;
             let bits = f32::from_bits(next());
-            found.push(match number % 9 {
+            actual.push(match number % 9 {
                 0 => float * size,
                 1 => float.abs() * size,
                 2 => -float.abs() * size,
@@ -70,7 +70,7 @@ fn weight(count: usize) -> Vec<f32> {
             });
         }
     }
-    found
+    actual
 }
 
 /// The nearest half of a scale that is not negative, found among all of them.
@@ -98,7 +98,7 @@ fn value_of_half(half: u16) -> f64 {
 
 /// The groups of a plain computation.
 fn plain_groups(weight: &[f32]) -> Groups {
-    let mut found = Groups(vec![], vec![], vec![]);
+    let mut actual = Groups(vec![], vec![], vec![]);
     for group in weight.chunks(GROUP) {
         let low = group.iter().copied().fold(0.0, f32::min);
         let high = group.iter().copied().fold(0.0, f32::max);
@@ -130,18 +130,18 @@ fn plain_groups(weight: &[f32]) -> Groups {
         });
         let (_, scale, zero, codes) = &tries[best];
         let pairs = codes.chunks(2);
-        found
+        actual
             .0
             .extend(pairs.map(|pair| pair[0] as u8 | (pair[1] as u8) << 4));
-        found.1.push(scale.to_bits());
-        found.2.push(*zero as u8);
+        actual.1.push(scale.to_bits());
+        actual.2.push(*zero as u8);
     }
-    found
+    actual
 }
 
 /// The blocks of a plain computation.
 fn plain_blocks(weight: &[f32]) -> Vec<u8> {
-    let mut found = vec![];
+    let mut actual = vec![];
     for group in weight.chunks(GROUP) {
         let size = group
             .iter()
@@ -151,12 +151,12 @@ fn plain_blocks(weight: &[f32]) -> Vec<u8> {
             0x7c00 => f32::INFINITY,
             half => value_of_half(half) as f32,
         };
-        found.extend(half.to_le_bytes());
+        actual.extend(half.to_le_bytes());
         let divisor = scale.max(2f32.powi(-14));
         let number = |float: &f32| (float / divisor).round_ties_even().clamp(-127.0, 127.0);
-        found.extend(group.iter().map(|float| number(float) as i8 as u8));
+        actual.extend(group.iter().map(|float| number(float) as i8 as u8));
     }
-    found
+    actual
 }
 
 fn codes_are_those_of_a_plain_computation(isa: Isa) {

@@ -239,7 +239,7 @@ impl Layer {
 fn rounded(floats: &[f32]) -> Vec<f64> {
     let largest = floats
         .iter()
-        .fold(0f32, |most, float| most.max(float.abs()));
+        .fold(0f32, |largest, float| largest.max(float.abs()));
     let factor = if largest == 0.0 { 0.0 } else { 127.0 / largest };
     let scale = f64::from(largest / 127.0);
     let round = |&float: &f32| f64::from((float * factor).round_ties_even()) * scale;
@@ -268,10 +268,10 @@ fn products_are_near_the_exact_ones(isa: Isa) {
                 rows[..32].fill(0.0);
                 rows[layer.in_features - 1] = 1e-3;
                 for has_bias in [false, true] {
-                    let found = layer.multiply(&attention, &rows, has_bias);
+                    let actual = layer.multiply(&attention, &rows, has_bias);
                     let exact = layer.exact(&rows, has_bias);
-                    for (&found, &(exact, size)) in found.iter().zip(&exact) {
-                        let error = (f64::from(found) - exact).abs();
+                    for (&actual, &(exact, size)) in actual.iter().zip(&exact) {
+                        let error = (f64::from(actual) - exact).abs();
                         let bound = size * f64::from(f32::EPSILON) * 4.0 + 1e-30;
                         let name = layer.weight.format();
                         assert!(
@@ -298,9 +298,9 @@ fn a_row_has_the_same_bits_in_every_batch(isa: Isa) {
         for count in 1..=40 {
             for first in [0, 40 - count] {
                 let batch = &rows[first * in_features..][..count * in_features];
-                let found = bits(&layer.multiply(&attention, batch, true));
+                let actual = bits(&layer.multiply(&attention, batch, true));
                 let expected = &alone[first * out_features..][..count * out_features];
-                assert!(found == expected, "{count} rows");
+                assert!(actual == expected, "{count} rows");
             }
         }
     }
@@ -326,11 +326,11 @@ fn every_level_and_number_of_threads_gives_the_same_bits(isa: Isa) {
                 });
                 (bits(&layer.multiply(attention, &rows, true)), gated)
             };
-            let found = all(&attention(isa, 1));
+            let actual = all(&attention(isa, 1));
             for threads in [2, 3] {
-                assert!(found == all(&attention(isa, threads)), "{threads} threads");
+                assert!(actual == all(&attention(isa, threads)), "{threads} threads");
             }
-            assert!(found == all(&attention(Isa::Portable, 1)), "plain");
+            assert!(actual == all(&attention(Isa::Portable, 1)), "plain");
         }
     }
 }
@@ -344,10 +344,10 @@ fn many_blocks_and_rows_have_the_same_bits_at_every_level(isa: Isa) {
             let expected = bits(&layer.multiply(&plain, &rows, true));
             for count in [3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 25, 40] {
                 let rows = &rows[..count * layer.in_features];
-                let found = bits(&layer.multiply(&attention, rows, true));
+                let actual = bits(&layer.multiply(&attention, rows, true));
                 let name = layer.weight.format();
                 assert!(
-                    found == expected[..count * 18],
+                    actual == expected[..count * 18],
                     "{name:?}, {count} rows of {blocks} blocks"
                 );
             }
@@ -405,12 +405,12 @@ fn rows_of_the_weight_come_back() {
             assert_eq!(row, expected);
         }
         for wrong in [-1, 35, i64::MAX] {
-            let found = layer.weight.gather(&[0, 0, 0, wrong], &mut out);
-            let text = found.expect_err("there is none").to_string();
+            let actual = layer.weight.gather(&[0, 0, 0, wrong], &mut out);
+            let text = actual.expect_err("there is none").to_string();
             assert!(text.contains(&format!("outputs[3]={wrong}")), "{text}");
         }
-        let found = layer.weight.gather(&outputs[1..], &mut out);
-        assert!(matches!(found, Err(Error::Length { .. })));
+        let actual = layer.weight.gather(&outputs[1..], &mut out);
+        assert!(matches!(actual, Err(Error::Length { .. })));
     }
 }
 
@@ -487,13 +487,13 @@ fn what_does_not_fit_is_refused() {
         (&rows[..512], None),
         (&rows[..], Some(&[1.0; 2][..])),
     ] {
-        let found = attention.quantized_linear(rows, &weight, bias, &mut out);
-        assert!(matches!(found, Err(Error::Length { .. })));
+        let actual = attention.quantized_linear(rows, &weight, bias, &mut out);
+        assert!(matches!(actual, Err(Error::Length { .. })));
     }
     let other = pack(F::Q4K, &data, 256, 6).expect("it fits");
-    let found =
+    let actual =
         attention.quantized_gated_linear(&rows, &other, Activation::Silu, &weight, &mut out);
-    assert!(matches!(found, Err(Error::Length { .. })));
+    assert!(matches!(actual, Err(Error::Length { .. })));
     assert_eq!(out, [7.0; 6]);
 }
 

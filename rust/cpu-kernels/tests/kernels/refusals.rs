@@ -169,11 +169,11 @@ fn attend(
         out,
     );
     let attention = Attention::new(1)?;
-    let found = attention.attend(&step, &shape, &keys, &values, query, options, &mut out);
-    if found.is_err() {
+    let actual = attention.attend(&step, &shape, &keys, &values, query, options, &mut out);
+    if actual.is_err() {
         assert!(out.iter().all(|&float| float == 1.0));
     }
-    found.map(|()| out)
+    actual.map(|()| out)
 }
 
 fn attending() {
@@ -260,7 +260,7 @@ fn writing() {
     let written = |slots: &[i64], keys: usize, values: usize| {
         let (mut cache_k, mut cache_v) = (vec![0.0; 36], vec![0.0; 12]);
         let (keys, values) = (vec![1.0; keys], vec![2.0; values]);
-        let found = Attention::new(2).expect("there are threads").write(
+        let actual = Attention::new(2).expect("there are threads").write(
             &SHAPE,
             slots,
             dense(&keys, slots.len()),
@@ -270,10 +270,10 @@ fn writing() {
                 values: &mut cache_v[..],
             },
         );
-        (found, cache_k, cache_v)
+        (actual, cache_k, cache_v)
     };
-    let (found, keys, values) = written(&[4, -1], 12, 4);
-    assert_eq!(found, Ok(()));
+    let (actual, keys, values) = written(&[4, -1], 12, 4);
+    assert_eq!(actual, Ok(()));
     let at =
         |cache: &[f32]| -> Vec<usize> { (0..cache.len()).filter(|&at| cache[at] != 0.0).collect() };
     assert_eq!(at(&keys), [24, 25, 26, 27, 28, 29]);
@@ -284,9 +284,9 @@ fn writing() {
         (&[0], 5, 2),
         (&[0], 6, 3),
     ] {
-        let (found, cache_k, cache_v) = written(slots, keys, values);
+        let (actual, cache_k, cache_v) = written(slots, keys, values);
         assert!(matches!(
-            found,
+            actual,
             Err(Error::Slot { row: 1, .. } | Error::Length { .. })
         ));
         assert!(cache_k.iter().chain(&cache_v).all(|&float| float == 0.0));

@@ -178,11 +178,11 @@ fn each_head_is_what_it_is_in_f64(isa: Isa) {
                 pairs.push((&from[q..q + k], &keys[slot * k..][..k], &weights[1]));
                 prop_assert_eq!(&from[q + k..], &values[slot * v..][..v]);
             }
-            for (heads, found, weight) in pairs {
-                for (head, found) in heads.chunks(dim).zip(found.chunks(dim)) {
-                    for (&found, exact) in found.iter().zip(world.exact(head, row, weight)) {
-                        let error = (f64::from(found) - exact).abs();
-                        prop_assert!(error < 1e-4, "{} is not {}", found, exact);
+            for (heads, actual, weight) in pairs {
+                for (head, actual) in heads.chunks(dim).zip(actual.chunks(dim)) {
+                    for (&actual, exact) in actual.iter().zip(world.exact(head, row, weight)) {
+                        let error = (f64::from(actual) - exact).abs();
+                        prop_assert!(error < 1e-4, "{} is not {}", actual, exact);
                     }
                 }
             }
@@ -275,14 +275,14 @@ fn what_does_not_fit_is_refused() {
             keys: &mut keys[..],
             values: &mut values[..],
         };
-        let found = attention.write_turned(&shape, &[0, 1], rows, &rotation, cache, &mut turned);
+        let actual = attention.write_turned(&shape, &[0, 1], rows, &rotation, cache, &mut turned);
         let untouched = keys
             .iter()
             .chain(&values)
             .chain(&turned)
             .all(|&one| one == 7.0);
-        assert_eq!(found.is_err(), untouched);
-        found.err()
+        assert_eq!(actual.is_err(), untouched);
+        actual.err()
     };
     let layout = Layout {
         size: 4,
@@ -300,8 +300,8 @@ fn what_does_not_fit_is_refused() {
         ([8, 4, 2], [4, 4], Some(3), 16),
         ([8, 4, 2], [4, 4], None, 15),
     ] {
-        let found = refused(rows, angles, layout, norm, turned);
-        assert!(matches!(found, Some(Error::Length { .. })), "{found:?}");
+        let actual = refused(rows, angles, layout, norm, turned);
+        assert!(matches!(actual, Some(Error::Length { .. })), "{actual:?}");
     }
     for (size, step) in [(0, 1), (3, 1), (6, 1), (4, 0)] {
         let odd = Layout {
@@ -309,8 +309,8 @@ fn what_does_not_fit_is_refused() {
             step,
             ..layout
         };
-        let found = refused([8, 4, 2], [4, 4], odd, None, 16);
-        assert_eq!(found, Some(Error::Layout { size, step, dim: 4 }));
+        let actual = refused([8, 4, 2], [4, 4], odd, None, 16);
+        assert_eq!(actual, Some(Error::Layout { size, step, dim: 4 }));
     }
     let wide = Layout {
         step: usize::MAX,
@@ -321,8 +321,8 @@ fn what_does_not_fit_is_refused() {
         Some(Error::TooLarge)
     );
     for (memory, count, width, stride) in [(6, 2, 4, 4), (9, 2, 4, 4), (1, 0, 4, 4)] {
-        let found = Rows::new(&vec![1.0f32; memory], count, width, stride).map(|_| ());
-        assert!(matches!(found, Err(Error::Length { .. })));
+        let actual = Rows::new(&vec![1.0f32; memory], count, width, stride).map(|_| ());
+        assert!(matches!(actual, Err(Error::Length { .. })));
     }
     let huge = Rows::new(&[1.0f32], 3, 1, usize::MAX).map(|_| ());
     assert_eq!(huge, Err(Error::TooLarge));

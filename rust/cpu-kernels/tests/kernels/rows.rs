@@ -31,28 +31,28 @@ fn check_bits<E: Element>(
     rows: usize,
     compute: impl Fn(&Attention, std::ops::Range<usize>) -> Vec<E>,
 ) -> Vec<E> {
-    let found = compute(&attention(isa, 1), 0..rows);
+    let actual = compute(&attention(isa, 1), 0..rows);
     for other in [attention(isa, 3), attention(Isa::Portable, 2)] {
-        assert!(bits(&found) == bits(&compute(&other, 0..rows)));
+        assert!(bits(&actual) == bits(&compute(&other, 0..rows)));
     }
     let one = attention(isa, 2);
     let alone = (0..rows).flat_map(|row| compute(&one, row..row + 1));
-    assert!(bits(&found) == bits(&alone.collect::<Vec<_>>()));
-    found
+    assert!(bits(&actual) == bits(&alone.collect::<Vec<_>>()));
+    actual
 }
 
 /// How far a result may be from the exact number.
-fn near<E: Element>(found: E, exact: f64, size: f64) {
+fn near<E: Element>(actual: E, exact: f64, size: f64) {
     let unit = if size_of::<E>() == 2 {
         2f64.powi(-8)
     } else {
         2e-6
     };
-    let error = (f64::from(found.widen()) - exact).abs();
+    let error = (f64::from(actual.widen()) - exact).abs();
     assert!(
         error <= unit * size.max(exact.abs()),
         "{} for {exact}",
-        found.widen()
+        actual.widen()
     );
 }
 
@@ -119,8 +119,8 @@ fn check_norms<E: Element>(isa: Isa) {
                     let exact = of(&stream) + 0.5 * of(&change);
                     near(sum, exact, exact.abs());
                 }
-                for (&found, exact) in out.iter().zip(exact_norm(sums, &norm)) {
-                    near(found, exact, 4.0);
+                for (&actual, exact) in out.iter().zip(exact_norm(sums, &norm)) {
+                    near(actual, exact, 4.0);
                 }
             }
         }
@@ -153,7 +153,7 @@ fn check_functions<E: Element>(isa: Isa) {
         };
         let gates = Activation::ALL.map(Gate::Activation);
         for gate in gates.into_iter().chain([clamped]) {
-            let found = check_bits(isa, COUNT, |attention, range| {
+            let actual = check_bits(isa, COUNT, |attention, range| {
                 let part = 2 * range.start * size..2 * range.end * size;
                 let mut out = vec![E::narrow(f32::NAN); range.len() * size];
                 attention
@@ -161,20 +161,20 @@ fn check_functions<E: Element>(isa: Isa) {
                     .expect("it fits");
                 out
             });
-            for (row, out) in rows.chunks(2 * size).zip(found.chunks(size)) {
-                for (at, &found) in out.iter().enumerate() {
+            for (row, out) in rows.chunks(2 * size).zip(actual.chunks(size)) {
+                for (at, &actual) in out.iter().enumerate() {
                     let (g, up) = (
                         f64::from(row[at].widen()),
                         f64::from(row[size + at].widen()),
                     );
                     match gate {
                         Gate::Activation(activation) => {
-                            near(found, activated(activation, g) * up, 4.0);
+                            near(actual, activated(activation, g) * up, 4.0);
                         }
                         Gate::Clamped { alpha, limit } => {
                             let (alpha, limit) = (f64::from(alpha), f64::from(limit));
                             let (g, up) = (g.min(limit), up.clamp(-limit, limit));
-                            near(found, g / (1.0 + (-alpha * g).exp()) * (up + 1.0), 4.0);
+                            near(actual, g / (1.0 + (-alpha * g).exp()) * (up + 1.0), 4.0);
                         }
                     }
                 }
@@ -185,14 +185,14 @@ fn check_functions<E: Element>(isa: Isa) {
             .into_iter()
             .chain([Map::Sigmoid, Map::Scale(0.3), Map::Cap(3.0)])
         {
-            let found = check_bits(isa, COUNT, |attention, range| {
+            let actual = check_bits(isa, COUNT, |attention, range| {
                 let part = 2 * range.start * size..2 * range.end * size;
                 let mut out = vec![E::narrow(f32::NAN); part.len()];
                 attention.map(&rows[part], map, &mut out).expect("it fits");
                 out
             });
-            for (&x, &found) in rows.iter().zip(&found) {
-                near(found, exact_map(map, f64::from(x.widen())), 1.0);
+            for (&x, &actual) in rows.iter().zip(&actual) {
+                near(actual, exact_map(map, f64::from(x.widen())), 1.0);
             }
         }
     }
@@ -206,9 +206,9 @@ fn small_and_large_numbers_are_near_the_exact_ones(isa: Isa) {
         attention(isa, 1)
             .map(&rows, map, &mut out)
             .expect("it fits");
-        for (&x, &found) in rows.iter().zip(&out) {
+        for (&x, &actual) in rows.iter().zip(&out) {
             let size = if map == Map::Sigmoid { 1e-4 } else { 0.0 };
-            near(found, exact_map(map, f64::from(x)), size);
+            near(actual, exact_map(map, f64::from(x)), size);
         }
     }
     for activation in Activation::ALL {
@@ -216,9 +216,9 @@ fn small_and_large_numbers_are_near_the_exact_ones(isa: Isa) {
         attention(isa, 1)
             .map(&rows, map, &mut out)
             .expect("it fits");
-        for (&x, &found) in rows.iter().zip(&out) {
+        for (&x, &actual) in rows.iter().zip(&out) {
             near(
-                found,
+                actual,
                 activated(activation, f64::from(x)),
                 f64::from(x).abs(),
             );
@@ -252,8 +252,8 @@ fn what_does_not_fit_is_refused() {
         epsilon: 1e-5,
         offset: 0.0,
     };
-    let refused = |found| {
-        assert!(matches!(found, Err(Error::Length { .. } | Error::Zero(_))));
+    let refused = |actual| {
+        assert!(matches!(actual, Err(Error::Length { .. } | Error::Zero(_))));
     };
     let (mut stream, mut out) = ([7.0; 6], [7.0; 6]);
     for norm in [

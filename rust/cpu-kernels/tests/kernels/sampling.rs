@@ -140,8 +140,8 @@ fn draws_are_those_of_a_sort(isa: Isa) {
                         .collect();
                     for threads in [1, 3] {
                         let attention = attention(isa, threads);
-                        let found = draw(&attention, &logits, &[0, 1, 2, 3, 4], settings, number);
-                        assert_eq!(found, expected, "{vocab_size} {settings:?} {number}");
+                        let actual = draw(&attention, &logits, &[0, 1, 2, 3, 4], settings, number);
+                        assert_eq!(actual, expected, "{vocab_size} {settings:?} {number}");
                     }
                     let alone = draw(&attention(isa, 1), &logits, &[3, 0], settings, number);
                     assert_eq!(alone, [expected[3], expected[0]]);
@@ -161,11 +161,11 @@ fn the_largest_is_the_first_of_equals(isa: Isa) {
             floats[4 * vocab_size - 1] = f32::NAN;
             floats[3 * vocab_size + vocab_size / 2] = -f32::NAN;
             let row: Vec<E> = narrow(&floats);
-            let mut found = vec![-1; ROWS];
+            let mut actual = vec![-1; ROWS];
             attention(isa, 2)
-                .largest(&row, vocab_size, &mut found)
+                .largest(&row, vocab_size, &mut actual)
                 .expect("they fit");
-            for (row, found) in row.chunks(vocab_size).zip(found) {
+            for (row, actual) in row.chunks(vocab_size).zip(actual) {
                 let mut largest = 0;
                 for (at, float) in row.iter().map(|it| it.widen()).enumerate() {
                     let before = row[largest].widen();
@@ -173,7 +173,7 @@ fn the_largest_is_the_first_of_equals(isa: Isa) {
                         largest = at;
                     }
                 }
-                assert_eq!(found, largest as i64, "of {vocab_size}");
+                assert_eq!(actual, largest as i64, "of {vocab_size}");
             }
         }
     }
@@ -188,8 +188,8 @@ fn rows_without_a_distribution_have_the_token_of_the_largest(isa: Isa) {
     floats[vocab_size..2 * vocab_size].fill(f32::NEG_INFINITY);
     floats[2 * vocab_size + 11] = f32::INFINITY;
     for settings in SETTINGS {
-        let found = draw(&attention(isa, 1), &floats, &[0, 1, 2], settings, 0.5);
-        assert_eq!(found, [7, 0, 11]);
+        let actual = draw(&attention(isa, 1), &floats, &[0, 1, 2], settings, 0.5);
+        assert_eq!(actual, [7, 0, 11]);
     }
 }
 
@@ -241,9 +241,9 @@ fn log_probabilities_are_those_of_a_sort(isa: Isa) {
             let (rows, tokens) = ([4, 0, 1, 2, 3], [size - 1, 0, size / 2, size / 3, size - 1]);
             let counts = [size.min(5), size, 0, size.min(300), 1];
             let arguments = (&rows[..], &tokens[..], &counts[..]);
-            let found = logprobs(&attention(isa, 1), &logits, vocab_size, arguments);
+            let actual = logprobs(&attention(isa, 1), &logits, vocab_size, arguments);
             for other in [attention(isa, 3), attention(Isa::Portable, 2)] {
-                assert_eq!(found, logprobs(&other, &logits, vocab_size, arguments));
+                assert_eq!(actual, logprobs(&other, &logits, vocab_size, arguments));
             }
             let mut first = 0;
             for at in 0..ROWS {
@@ -254,34 +254,34 @@ fn log_probabilities_are_those_of_a_sort(isa: Isa) {
                 let peak = row[order[0]];
                 let sum: f64 = row.iter().map(|logit| (logit - peak).exp()).sum();
                 let near = |bits: u32, id: usize| {
-                    let (found, exact) =
+                    let (actual, exact) =
                         (f64::from(f32::from_bits(bits)), row[id] - peak - sum.ln());
                     assert!(
-                        found == exact || (found - exact).abs() < 3e-6,
-                        "{found} for {exact}"
+                        actual == exact || (actual - exact).abs() < 3e-6,
+                        "{actual} for {exact}"
                     );
                 };
                 let token = tokens[at] as usize;
-                near(found.logprobs[at], token);
+                near(actual.logprobs[at], token);
                 let rank = order
                     .iter()
                     .position(|&id| id == token)
                     .expect("it is there")
                     + 1;
-                assert_eq!(found.ranks[at], rank as i64);
+                assert_eq!(actual.ranks[at], rank as i64);
                 let end = first + counts[at] as usize;
-                for (place, (&id, &bits)) in found.top_ids[first..end]
+                for (rank_at, (&id, &bits)) in actual.top_ids[first..end]
                     .iter()
-                    .zip(&found.top_logprobs[first..end])
+                    .zip(&actual.top_logprobs[first..end])
                     .enumerate()
                 {
-                    assert_eq!(id, order[place] as i64);
+                    assert_eq!(id, order[rank_at] as i64);
                     near(bits, id as usize);
                 }
                 let one = (&rows[at..=at], &tokens[at..=at], &counts[at..=at]);
                 let alone = logprobs(&attention(isa, 2), &logits, vocab_size, one);
-                assert_eq!(alone.logprobs, [found.logprobs[at]]);
-                assert_eq!(alone.top_logprobs, found.top_logprobs[first..end]);
+                assert_eq!(alone.logprobs, [actual.logprobs[at]]);
+                assert_eq!(alone.top_logprobs, actual.top_logprobs[first..end]);
                 first = end;
             }
         }

@@ -89,14 +89,14 @@ fn gates_have_the_bits_of_their_products(isa: Isa) {
             .map(|weight| PackedWeight::pack(weight, in_features, out_features).expect("it fits"));
         for count in [1, 16, 40] {
             let rows = halves(count * in_features, 3);
-            let mut found = vec![u16::MAX; count * out_features];
+            let mut actual = vec![u16::MAX; count * out_features];
             attention
                 .gated_linear(
                     &rows,
                     &gate_packed,
                     Activation::Relu,
                     &up_packed,
-                    &mut found,
+                    &mut actual,
                 )
                 .expect("it fits");
             let expected = rows.chunks(in_features).flat_map(|row| {
@@ -106,7 +106,7 @@ fn gates_have_the_bits_of_their_products(isa: Isa) {
                     u16::narrow(product(row, up) * if gate < 0.0 { 0.0 } else { gate })
                 })
             });
-            assert!(found.into_iter().eq(expected), "{count} rows");
+            assert!(actual.into_iter().eq(expected), "{count} rows");
         }
     }
 }
@@ -124,13 +124,13 @@ fn what_is_not_finite_stays_in_its_row(isa: Isa) {
             for spoilt in [0, 1, count - 1] {
                 let mut rows = clean.clone();
                 rows[spoilt * in_features..][..in_features].fill(u16::narrow(f32::NAN));
-                let found = linear(&attention, &rows, &packed, &bias);
-                for (row, (found, expected)) in
-                    found.chunks(20).zip(expected.chunks(20)).enumerate()
+                let actual = linear(&attention, &rows, &packed, &bias);
+                for (row, (actual, expected)) in
+                    actual.chunks(20).zip(expected.chunks(20)).enumerate()
                 {
                     match row == spoilt {
-                        true => assert!(found.iter().all(|half| half.widen().is_nan())),
-                        false => assert_eq!(found, expected, "row {row} beside {spoilt}"),
+                        true => assert!(actual.iter().all(|half| half.widen().is_nan())),
+                        false => assert_eq!(actual, expected, "row {row} beside {spoilt}"),
                     }
                 }
             }
@@ -143,9 +143,9 @@ fn denormal_numbers_are_zeros(isa: Isa) {
     let weight = vec![u16::narrow(2f32.powi(100)); 64 * 16];
     let packed = PackedWeight::pack(&weight, 64, 16).expect("it fits");
     let rows = [[0x007f; 64], [0x0080; 64]].concat(); // the largest denormal number, the smallest normal one
-    let found = linear(&attention, &rows, &packed, &[0; 16]);
-    assert_eq!(found[..16], [0; 16]);
-    assert_eq!(found[16..], [u16::narrow(2f32.powi(100 - 126 + 6)); 16]);
+    let actual = linear(&attention, &rows, &packed, &[0; 16]);
+    assert_eq!(actual[..16], [0; 16]);
+    assert_eq!(actual[16..], [u16::narrow(2f32.powi(100 - 126 + 6)); 16]);
 }
 
 /// Memory of whole pages, behind which is none that can be read.
@@ -204,8 +204,8 @@ fn rows_are_not_read_beyond_their_end(isa: Isa) {
         for count in [1, 7, 16, 17, 32, 33, 70] {
             let rows = halves(count * in_features, 2);
             let guarded = Guarded::of(&rows);
-            let found = linear(&attention, guarded.numbers(rows.len()), &packed, &[0; 20]);
-            assert_eq!(found, linear(&attention, &rows, &packed, &[0; 20]));
+            let actual = linear(&attention, guarded.numbers(rows.len()), &packed, &[0; 20]);
+            assert_eq!(actual, linear(&attention, &rows, &packed, &[0; 20]));
         }
     }
 }

@@ -121,7 +121,7 @@ fn size(folder: &Path) -> u64 {
 
 /// All parts of all stores in turns; prints a table.
 fn compare(folder: &Path, rounds: usize) {
-    let mut found: BTreeMap<(String, &str), Vec<f64>> = BTreeMap::new();
+    let mut figures: BTreeMap<(String, &str), Vec<f64>> = BTreeMap::new();
     for round in 0..rounds {
         for store in peers::NAMES {
             let mut part = |part: &str, len: usize, is_fresh: bool| {
@@ -150,7 +150,7 @@ fn compare(folder: &Path, rounds: usize) {
                 for line in said.lines() {
                     let (name, value) = line.split_once(": ").expect("a name and a value");
                     let key = (format!("{part} {} KiB, {name}", len >> 10), store);
-                    found
+                    figures
                         .entry(key)
                         .or_default()
                         .push(value.parse().expect("a number"));
@@ -171,11 +171,11 @@ fn compare(folder: &Path, rounds: usize) {
     }
     println!("| median (worst) | {} |", peers::NAMES.join(" | "));
     println!("|---|{}", "---:|".repeat(peers::NAMES.len()));
-    let mut names: Vec<&String> = found.keys().map(|(name, _)| name).collect();
+    let mut names: Vec<&String> = figures.keys().map(|(name, _)| name).collect();
     names.dedup();
     for name in names {
         let cells = peers::NAMES.map(|store| {
-            let mut values = found[&(name.clone(), store)].clone();
+            let mut values = figures[&(name.clone(), store)].clone();
             values.sort_by(f64::total_cmp);
             let worst = if name.ends_with("/s") {
                 values[0]

@@ -81,8 +81,11 @@ impl Naive {
             flaw::IGNORES_NAMESPACE => content.1 == *tokens,
             _ => content.0 == *namespace && content.1 == *tokens,
         };
-        let found = |block: &Block| block.content.as_ref().is_some_and(same);
-        self.blocks.iter().position(found).map(|block| block as u32)
+        let is_same = |block: &Block| block.content.as_ref().is_some_and(same);
+        self.blocks
+            .iter()
+            .position(is_same)
+            .map(|block| block as u32)
     }
 
     fn content(&self, id: u64, index: usize) -> Content {
@@ -180,13 +183,13 @@ impl BlockManager for Naive {
             self.sequences[&id].computed,
             self.sequences[&id].tokens.len(),
         );
-        let most = match self.flaw {
+        let max_cached = match self.flaw {
             flaw::NEVER_REUSES => 0,
             flaw::REUSES_LAST_TOKEN => len / self.block_size,
             _ => (len - 1) / self.block_size,
         };
-        let most = if computed == 0 { most } else { 0 };
-        let cached: Vec<u32> = (0..most)
+        let max_cached = if computed == 0 { max_cached } else { 0 };
+        let cached: Vec<u32> = (0..max_cached)
             .map_while(|index| self.find(&self.content(id, index)))
             .collect();
         let from = computed + cached.len() * self.block_size;
@@ -224,10 +227,13 @@ impl BlockManager for Naive {
     /// Shares full blocks; the rest is computed again.
     fn fork(&mut self, id: u64, child: u64) {
         let parent = &self.sequences[&id];
-        let most = parent.computed.min(parent.tokens.len() - 1);
+        let computed = parent.computed.min(parent.tokens.len() - 1);
         let (computed, blocks) = match self.flaw {
-            flaw::SHARES_PARTIAL_BLOCKS => (most, most.div_ceil(self.block_size)),
-            _ => (most - most % self.block_size, most / self.block_size),
+            flaw::SHARES_PARTIAL_BLOCKS => (computed, computed.div_ceil(self.block_size)),
+            _ => (
+                computed - computed % self.block_size,
+                computed / self.block_size,
+            ),
         };
         let fork = Sequence {
             namespace: parent.namespace,

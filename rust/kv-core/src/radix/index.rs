@@ -10,7 +10,7 @@ use crate::ids::NodeId;
 const USUAL: usize = 1_024;
 
 /// Shards at most.
-const MOST_SHARDS: usize = 8_192;
+const MAX_SHARDS: usize = 8_192;
 
 #[derive(Clone, Copy)]
 struct Indexed {
@@ -31,7 +31,7 @@ fn spread(hash: u32) -> u64 {
 impl Index {
     /// An empty index, sized for `num_blocks` nodes.
     pub(super) fn new(num_blocks: usize) -> Self {
-        let shards = (num_blocks / USUAL).next_power_of_two().min(MOST_SHARDS);
+        let shards = (num_blocks / USUAL).next_power_of_two().min(MAX_SHARDS);
         Self {
             shards: vec![HashTable::new(); shards],
         }

@@ -14,10 +14,10 @@ fn planned(tokens: usize, samples: bool) -> Prefill {
 }
 
 /// The answer to a prefill in a step that is rolled back.
-fn tried(m: &mut BlockManager, tokens: u32, budget: usize, most: usize) -> Prefill {
+fn tried(m: &mut BlockManager, tokens: u32, budget: usize, max_tokens: usize) -> Prefill {
     let seq = sequence(m, prompt(tokens));
     let plan = begin(m, budget);
-    m.prefill(plan.key(), seq.key(), most, None)
+    m.prefill(plan.key(), seq.key(), max_tokens, None)
         .expect("no misuse")
 }
 
@@ -37,9 +37,9 @@ fn a_chunk_ends_on_a_block_boundary_if_it_can() {
     let mut m = manager(8);
     let seq = sequence(&mut m, prompt(23));
     // At 0: less than a block; at 3: to the boundary; at 4: two blocks and no part of a third; ...
-    for (most, tokens) in [(3, 3), (4, 1), (11, 8), (4, 4), (5, 4), (2, 2), (1, 1)] {
+    for (max_tokens, tokens) in [(3, 3), (4, 1), (11, 8), (4, 4), (5, 4), (2, 2), (1, 1)] {
         let plan = begin(&mut m, PLENTY);
-        let answer = m.prefill(plan.key(), seq.key(), most, None);
+        let answer = m.prefill(plan.key(), seq.key(), max_tokens, None);
         let before = m.view(seq.key()).expect("live").num_computed_tokens;
         let last = before + tokens == 23;
         assert_eq!(answer, Ok(planned(tokens, last)), "at {before}");
@@ -49,10 +49,10 @@ fn a_chunk_ends_on_a_block_boundary_if_it_can() {
 }
 
 #[test]
-fn a_reserve_that_is_exactly_there() {
+fn spare_blocks_that_are_exactly_available() {
     let mut m = manager(4);
     let seq = sequence(&mut m, prompt(8));
-    for (reserve, most, answer) in [
+    for (spare_blocks, max_tokens, answer) in [
         (2, PLENTY, planned(8, true)),
         (2, 4, planned(4, false)), // a part is taken, all is asked for
         (
@@ -65,8 +65,8 @@ fn a_reserve_that_is_exactly_there() {
         ),
     ] {
         let plan = begin(&mut m, PLENTY);
-        let given = m.prefill(plan.key(), seq.key(), most, Some(reserve));
-        assert_eq!(given, Ok(answer), "{reserve} in reserve");
+        let given = m.prefill(plan.key(), seq.key(), max_tokens, Some(spare_blocks));
+        assert_eq!(given, Ok(answer), "{spare_blocks} spare blocks");
         m.rollback(plan.key()).expect("the newest");
     }
 }

@@ -305,8 +305,8 @@ fn remappings_name_group_and_entry() {
     let mut m = two_groups();
     let seqs = [(); 2].map(|()| computed(&mut m, prompt(7)));
     let remappings = decoded(&mut m, &[&seqs[0], &seqs[1]]);
-    let places: Vec<_> = remappings.iter().map(|it| (it.group, it.index)).collect();
-    assert_eq!(places, [(0, 1), (1, 1)]);
+    let entries: Vec<_> = remappings.iter().map(|it| (it.group, it.index)).collect();
+    assert_eq!(entries, [(0, 1), (1, 1)]);
     for remapping in remappings {
         assert_eq!(remapping.sequence, seqs[1].id());
         let [first, second] = seqs.each_ref().map(|seq| table(&m, seq, remapping.group));

@@ -284,8 +284,8 @@ fn misuse_changes_nothing() {
         known: 3,
     };
     assert_eq!(m.publish(seq.key(), 1, &[]), Err(error));
-    let most = m.publish(seq.key(), usize::MAX, &[]);
-    assert!(matches!(most, Err(Error::NotExtended { .. })));
+    let too_many = m.publish(seq.key(), usize::MAX, &[]);
+    assert!(matches!(too_many, Err(Error::NotExtended { .. })));
     let is_gone = Error::FreedSequence {
         sequence: gone.id(),
     };

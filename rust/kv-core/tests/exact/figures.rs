@@ -25,11 +25,11 @@ fn counters_have_names_in_order() {
         rolled_back_steps: 9,
         ..Stats::default()
     };
-    let each: Vec<_> = stats.each().collect();
-    assert_eq!(each.len(), 27);
-    assert_eq!(each[0], ("prompt_tokens", 7));
-    assert_eq!(each[1], ("cached_tokens", 0));
-    assert_eq!(each[22], ("rolled_back_steps", 9));
+    let counters: Vec<_> = stats.each().collect();
+    assert_eq!(counters.len(), 27);
+    assert_eq!(counters[0], ("prompt_tokens", 7));
+    assert_eq!(counters[1], ("cached_tokens", 0));
+    assert_eq!(counters[22], ("rolled_back_steps", 9));
 }
 
 #[test]
@@ -224,13 +224,17 @@ fn settings_are_shown() {
     assert!(config.events && config.prefix_caching && config.in_flight_sharing);
     assert_eq!(m.hasher().seed(), 1);
     // The most rows of both groups: all 25 of the one, window and step of the other.
-    for (most, blocks) in [
+    for (max_tokens, blocks) in [
         (1, 25 + 3),
         (2, 25 + 4),
         (5, 25 + 4),
         (6, 25 + 5),
         (200, 50),
     ] {
-        assert_eq!(m.blocks_for(100, most), blocks, "{most} tokens in a step");
+        assert_eq!(
+            m.blocks_for(100, max_tokens),
+            blocks,
+            "{max_tokens} tokens in a step"
+        );
     }
 }

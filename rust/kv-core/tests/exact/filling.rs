@@ -244,10 +244,10 @@ fn a_pending_token_names_the_row_that_gives_it() {
 
 #[test]
 fn tokens_that_int32_holds_and_one_that_it_does_not() {
-    let most = i32::MAX as u32;
+    let largest = i32::MAX as u32;
     for (tokens, wide) in [
-        (vec![1, most, 2], None),
-        (vec![1, most + 1, 2], Some(most + 1)),
+        (vec![1, largest, 2], None),
+        (vec![1, largest + 1, 2], Some(largest + 1)),
     ] {
         let mut m = manager(8);
         let seq = sequence(&mut m, tokens.clone());

@@ -105,9 +105,9 @@ fn what_is_too_short_or_too_few_belongs_to_those_in_it() {
         ((6, 2), vec![], [0, 0, 0]),
         ((1, 3), vec![(0, 3, 0, 1, None)], [1, 1, 1]),
     ] {
-        let found = Runner::new(0, min_blocks, min_rows).fill(&m, plan.key());
-        assert_eq!(found.0, [2, 1, 0]);
-        assert_eq!((&found.1, &found.2[..]), (&expected, &own[..]));
+        let filled = Runner::new(0, min_blocks, min_rows).fill(&m, plan.key());
+        assert_eq!(filled.0, [2, 1, 0]);
+        assert_eq!((&filled.1, &filled.2[..]), (&expected, &own[..]));
     }
 }
 

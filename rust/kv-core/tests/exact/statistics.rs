@@ -39,9 +39,9 @@ fn a_hit_in_chunks() {
     drop(computed(&mut m, prompt(9)));
     let before = m.stats();
     let seq = sequence(&mut m, prompt(15));
-    for most in [4, PLENTY] {
+    for max_tokens in [4, PLENTY] {
         let plan = begin(&mut m, PLENTY);
-        let answer = m.prefill(plan.key(), seq.key(), most, None);
+        let answer = m.prefill(plan.key(), seq.key(), max_tokens, None);
         assert!(matches!(answer, Ok(Prefill::Planned { .. })));
         commit(&mut m, plan.key());
     }

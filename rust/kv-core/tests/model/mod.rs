@@ -95,7 +95,7 @@ pub(crate) struct Load {
     from: usize,
     end: usize,
     /// By logical block, then by layer group.
-    pub(crate) places: Vec<(usize, usize, u32)>,
+    pub(crate) loading: Vec<(usize, usize, u32)>,
     /// The cached blocks before and among them, in this order.
     held: Vec<u32>,
 }
@@ -188,7 +188,7 @@ impl Model {
 
     /// The transfer that is to fill a block.
     fn loading(&self, block: u32) -> Option<u64> {
-        let fills = |load: &Load| load.places.iter().any(|place| place.2 == block);
+        let fills = |load: &Load| load.loading.iter().any(|loading| loading.2 == block);
         let mut loads = self.loads.iter();
         loads
             .find(|(_, load)| fills(load))
@@ -209,7 +209,7 @@ impl Model {
             .filter(|&block| self.seq_refs(block) > 0)
             .count();
         let free = self.queue.len() - evictable;
-        let loading = self.loads.values().map(|load| load.places.len()).sum();
+        let loading = self.loads.values().map(|load| load.loading.len()).sum();
         PoolUsage {
             free,
             evictable,
@@ -251,7 +251,7 @@ impl Model {
         replay: usize,
         usable: impl Fn(u32) -> bool,
     ) -> Vec<LogicalBlock> {
-        let most = tokens.len() / self.block_size;
+        let num_full = tokens.len() / self.block_size;
         let blocks = |indices: usize, index: usize| -> Option<LogicalBlock> {
             let tokens = &tokens[..(index + 1) * self.block_size];
             let entry = |group: usize| match self.known(namespace, tokens, group) {
@@ -262,7 +262,7 @@ impl Model {
             (0..self.groups.len()).map(entry).collect()
         };
         let hit = |indices: usize| (from..indices).map(|at| blocks(indices, at)).collect();
-        (from..=most).rev().find_map(hit).unwrap_or_default()
+        (from..=num_full).rev().find_map(hit).unwrap_or_default()
     }
 
     /// The blocks of the content that agrees longest with `tokens` behind their first `index` logical blocks, for an
@@ -499,14 +499,14 @@ impl Model {
             at(0, MissReason::BelowOneBlock);
         }
         // The last token is computed in any case.
-        let most = tokens.len() - 1;
+        let max_reused = tokens.len() - 1;
         let copied = match self.partial_reuse {
             true => self.lender(namespace, tokens, indices).1,
             false => 0,
         };
         Explanation {
-            num_pool_tokens: (ready * size).min(most),
-            num_in_flight_tokens: (indices * size).min(most) - (ready * size).min(most),
+            num_pool_tokens: (ready * size).min(max_reused),
+            num_in_flight_tokens: (indices * size).min(max_reused) - (ready * size).min(max_reused),
             num_copied_tokens: copied,
             miss,
         }
@@ -779,7 +779,7 @@ impl Model {
         let mut entries = Vec::new();
         for group in 0..self.groups.len() {
             // Allocating for one group may evict what was there for the next.
-            let found = self.known(namespace, &tokens, group);
+            let cached = self.known(namespace, &tokens, group);
             if mine.is_some() {
                 let any =
                     (0..self.groups.len()).any(|g| self.known(namespace, &tokens, g).is_some());
@@ -787,7 +787,7 @@ impl Model {
                     return false;
                 }
             }
-            let block = match (found, &mine) {
+            let block = match (cached, &mine) {
                 (Some(block), _) => {
                     self.unqueue(block);
                     already_cached.push(block);
@@ -796,7 +796,7 @@ impl Model {
                 (None, Some(mine)) => mine[group].expect("not slid past"),
                 (None, None) => self.allocate(),
             };
-            if found.is_none() {
+            if cached.is_none() {
                 preregistered.push(block);
             }
             entries.push(Some(block));
@@ -941,8 +941,8 @@ impl Model {
             0 => s.ahead,
             _ => (cached_end - replay.min(cached)).min(s.tokens.len() - 1),
         };
-        let most = max_tokens.min(self.budget());
-        let (all, fits) = (s.tokens.len(), start + most);
+        let limit = max_tokens.min(self.budget());
+        let (all, fits) = (s.tokens.len(), start + limit);
         let end = match fits / size * size {
             _ if fits >= all => all,
             boundary if boundary > start && boundary >= cached_end => boundary,
@@ -1142,18 +1142,18 @@ impl Model {
         let computing: Vec<u32> = entries
             .flat_map(|entry| entry.preregistered.clone())
             .collect();
-        let found = |group: usize| self.contents.get(&(content.clone(), group)).copied();
-        let found: Vec<Option<u32>> = (0..self.groups.len()).map(found).collect();
-        if found
+        let cached = |group: usize| self.contents.get(&(content.clone(), group)).copied();
+        let cached: Vec<Option<u32>> = (0..self.groups.len()).map(cached).collect();
+        if cached
             .iter()
             .flatten()
             .any(|&block| computing.contains(&block) || self.loading(block).is_some())
         {
             return false; // a later step or a transfer is to bring it, if it comes to that
         }
-        for (group, found) in found.into_iter().enumerate() {
+        for (group, cached) in cached.into_iter().enumerate() {
             let mine = self.seqs[&seq].table[index][group].expect("not slid past");
-            match found {
+            match cached {
                 Some(first) if first == mine => {}
                 Some(first) if self.refs(first) > 0 => {
                     self.seqs.get_mut(&seq).expect("live").table[index][group] = Some(first);
@@ -1278,11 +1278,11 @@ impl Model {
             return Answer::NoRoom(needed, available);
         }
         held.iter().for_each(|&block| self.unqueue(block));
-        let places = missing.into_iter();
-        let places: Vec<_> = places
+        let loading = missing.into_iter();
+        let loading: Vec<_> = loading
             .map(|(index, group)| (index, group, self.allocate()))
             .collect();
-        for &(index, group, block) in &places {
+        for &(index, group, block) in &loading {
             let tokens = s.tokens[..(index + 1) * size].to_vec();
             self.contents.insert(((s.namespace, tokens), group), block);
         }
@@ -1291,11 +1291,11 @@ impl Model {
             seq,
             from,
             end,
-            places: places.clone(),
+            loading: loading.clone(),
             held,
         };
         self.loads.insert(self.num_loads, load);
-        Answer::Reserved(places)
+        Answer::Reserved(loading)
     }
 
     /// The logical blocks of a transfer.
@@ -1306,8 +1306,8 @@ impl Model {
 
     /// Whether others can meet the blocks of a transfer.
     pub(crate) fn is_awaited(&self, load: u64) -> bool {
-        let places = &self.loads[&load].places;
-        places.iter().all(|place| self.has_content(place.2))
+        let loading = &self.loads[&load].loading;
+        loading.iter().all(|loading| self.has_content(loading.2))
     }
 
     /// Returns the tokens that its sequence reuses.
@@ -1316,18 +1316,18 @@ impl Model {
         let ended = self.loads.remove(&number).expect("open");
         let end = ended.from + num_blocks;
         let mut restored = 0;
-        for &(index, _, block) in &ended.places {
+        for &(index, _, block) in &ended.loading {
             if index >= end || !awaited {
                 self.contents.retain(|_, block_id| *block_id != block);
             } else {
                 restored += 1;
             }
         }
-        let places = ended.places.iter().map(|place| place.2);
-        let held: Vec<u32> = ended.held.iter().copied().chain(places).collect();
+        let loading = ended.loading.iter().map(|loading| loading.2);
+        let held: Vec<u32> = ended.held.iter().copied().chain(loading).collect();
         // Nothing is loading any more, and everything is held until its sequence has reused it.
         let last = Load {
-            places: Vec::new(),
+            loading: Vec::new(),
             held: held.clone(),
             ..ended
         };
@@ -1347,8 +1347,8 @@ impl Model {
     pub(crate) fn abandon(&mut self, load: u64) {
         let load = self.loads.get_mut(&load).expect("open");
         let held = std::mem::take(&mut load.held);
-        let places = load.places.clone();
-        for (_, _, block) in places {
+        let loading = load.loading.clone();
+        for (_, _, block) in loading {
             self.contents.retain(|_, block_id| *block_id != block);
         }
         self.enqueue_unused(held.into_iter().rev());

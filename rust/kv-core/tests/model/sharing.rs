@@ -10,7 +10,7 @@ use proptest::test_runner::TestCaseError;
 type Shared = (Vec<usize>, (usize, usize), Option<Vec<usize>>);
 
 #[derive(Clone, Copy)]
-pub(crate) struct Least {
+pub(crate) struct Limits {
     pub(crate) blocks: usize,
     pub(crate) rows: usize,
 }
@@ -22,8 +22,8 @@ fn split(
     rows: &[usize],
     (depth, from): (usize, usize),
     parent: Option<&Vec<usize>>,
-    least: Least,
-    found: &mut Vec<Shared>,
+    limits: Limits,
+    prefixes: &mut Vec<Shared>,
 ) {
     let mut next: BTreeMap<Option<usize>, Vec<usize>> = BTreeMap::new();
     for &row in rows {
@@ -31,19 +31,19 @@ fn split(
         next.entry(block).or_default().push(row);
     }
     if next.len() == 1 && !next.contains_key(&None) {
-        return split(tables, rows, (depth + 1, from), parent, least, found);
+        return split(tables, rows, (depth + 1, from), parent, limits, prefixes);
     }
-    let long = rows.len() >= least.rows && depth - from >= least.blocks;
+    let long = rows.len() >= limits.rows && depth - from >= limits.blocks;
     let mine = rows.to_vec();
     let (from, parent) = if long {
-        found.push((mine.clone(), (from, depth), parent.cloned()));
+        prefixes.push((mine.clone(), (from, depth), parent.cloned()));
         (depth, Some(&mine))
     } else {
         (from, parent)
     };
     for (block, rows) in next {
         if block.is_some() && rows.len() > 1 {
-            split(tables, &rows, (depth + 1, from), parent, least, found);
+            split(tables, &rows, (depth + 1, from), parent, limits, prefixes);
         }
     }
 }
@@ -52,12 +52,12 @@ fn split(
 pub(crate) fn compare(
     shared: &SharedPrefixes,
     tables: &[Vec<usize>],
-    least: Least,
+    limits: Limits,
 ) -> Result<(), TestCaseError> {
     let all: Vec<usize> = (0..tables.len()).collect();
     let mut expected = Vec::new();
     if !all.is_empty() {
-        split(tables, &all, (0, 0), None, least, &mut expected);
+        split(tables, &all, (0, 0), None, limits, &mut expected);
     }
     expected.sort();
     let order: Vec<usize> = shared.order().iter().map(|&row| row as usize).collect();
@@ -69,21 +69,21 @@ pub(crate) fn compare(
         rows.sort_unstable();
         rows
     };
-    let (mut found, mut last) = (Vec::new(), (0, 0));
+    let (mut prefixes, mut last) = (Vec::new(), (0, 0));
     let mut levels: Vec<usize> = Vec::new();
     let mut own = vec![0; tables.len()];
     for (at, prefix) in shared.prefixes().iter().enumerate() {
         prop_assert!(prefix.parent.is_none_or(|parent| parent < at));
         levels.push(prefix.parent.map_or(0, |parent| levels[parent] + 1));
-        let place = (levels[at], prefix.rows.start);
-        prop_assert!(at == 0 || last < place, "level by level, row by row");
-        last = place;
+        let order = (levels[at], prefix.rows.start);
+        prop_assert!(at == 0 || last < order, "level by level, row by row");
+        last = order;
         let blocks = (prefix.blocks.start, prefix.blocks.end);
         rows(at).iter().for_each(|&row| own[row] = blocks.1 as u32);
-        found.push((rows(at), blocks, prefix.parent.map(rows)));
+        prefixes.push((rows(at), blocks, prefix.parent.map(rows)));
     }
-    found.sort();
-    prop_assert_eq!(found, expected);
+    prefixes.sort();
+    prop_assert_eq!(prefixes, expected);
     prop_assert_eq!(shared.own_blocks(), &own[..]);
     Ok(())
 }

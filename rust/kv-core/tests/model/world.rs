@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
 use super::op::{Op, tokens};
-use super::sharing::Least;
+use super::sharing::Limits;
 use super::{Model, Seq, blocks};
 
 /// The KV of a position: the namespace and every token up to it.
@@ -51,7 +51,7 @@ pub(crate) struct World {
 
 /// What rows share: of each layer group, with limits of two kinds; and what became of it.
 struct Sharing {
-    each: Vec<(Least, SharedPrefixes)>,
+    prefixes: Vec<(Limits, SharedPrefixes)>,
     fills: u64,
     num_prefixes: u64,
     num_unchanged: u64,
@@ -59,14 +59,14 @@ struct Sharing {
 
 impl Sharing {
     fn new(groups: usize) -> Self {
-        let all = [(1, 2), (2, 3)].map(|(blocks, rows)| Least { blocks, rows });
-        let all = (0..groups).flat_map(|group| all.map(|least| (group, least)));
-        let shared = |(group, least): (usize, Least)| {
-            let shared = SharedPrefixes::new(group, least.blocks, least.rows);
-            (least, shared.expect("valid"))
+        let all = [(1, 2), (2, 3)].map(|(blocks, rows)| Limits { blocks, rows });
+        let all = (0..groups).flat_map(|group| all.map(|limits| (group, limits)));
+        let shared = |(group, limits): (usize, Limits)| {
+            let shared = SharedPrefixes::new(group, limits.blocks, limits.rows);
+            (limits, shared.expect("valid"))
         };
         Self {
-            each: all.map(shared).collect(),
+            prefixes: all.map(shared).collect(),
             fills: 0,
             num_prefixes: 0,
             num_unchanged: 0,
@@ -115,8 +115,8 @@ const COUNTED: &str = "pending_tokens reused_tokens published_tokens transfers a
     explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block";
 
 /// So few that an operation soon comes back to one; the oldest goes.
-const MOST_SEQUENCES: usize = 6;
-const MOST_LEASES: usize = 3;
+const MAX_SEQUENCES: usize = 6;
+const MAX_LEASES: usize = 3;
 
 const TOKENS: usize = 4096;
 const WIDTH: usize = 256;
@@ -363,16 +363,16 @@ impl World {
     }
 
     fn make_way(&mut self) {
-        if self.handles.len() == MOST_SEQUENCES {
+        if self.handles.len() == MAX_SEQUENCES {
             self.model.free(self.handles.remove(0).id());
         }
     }
 
     /// A pin holds what a token after it sees, and no more.
     fn keep(&mut self, pin: Pin) {
-        let most = self.manager.blocks_for(pin.num_tokens(), 0);
-        assert!(pin.num_blocks() <= most, "{pin:?}");
-        if self.pins.len() == MOST_LEASES {
+        let max_blocks = self.manager.blocks_for(pin.num_tokens(), 0);
+        assert!(pin.num_blocks() <= max_blocks, "{pin:?}");
+        if self.pins.len() == MAX_LEASES {
             self.model.drop_pin(self.pins.remove(0).0);
         }
         self.pins.push((self.next_pin, pin));
@@ -561,10 +561,13 @@ impl World {
                 true => full.min(view.num_registered_blocks),
                 false => full,
             };
-            let most = self
+            let max_blocks = self
                 .manager
                 .blocks_for(len * size, (len - final_len) * size);
-            prop_assert!(held <= most, "{held} blocks, {most} needed: {view:?}");
+            prop_assert!(
+                held <= max_blocks,
+                "{held} blocks, {max_blocks} needed: {view:?}"
+            );
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(
                 (view.num_computed_tokens, view.num_registered_blocks),

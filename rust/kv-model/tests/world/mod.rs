@@ -151,7 +151,7 @@ impl World {
                 let blocks = transfer
                     .blocks()
                     .iter()
-                    .map(|place| place.block.get() as u8);
+                    .map(|loading| loading.block.get() as u8);
                 let blocks = Answer::Reserved(blocks.collect());
                 self.transfer = Some(transfer);
                 blocks

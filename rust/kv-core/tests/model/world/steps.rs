@@ -249,7 +249,7 @@ impl World {
     }
 
     /// Drafts for some decodes of the newest step, as far as blocks and budget allow.
-    fn draft(&mut self, plan: PlanKey, mask: u8, most: usize) -> Result<(), TestCaseError> {
+    fn draft(&mut self, plan: PlanKey, mask: u8, max_drafts: usize) -> Result<(), TestCaseError> {
         let step = self.steps.back().expect("open");
         let holding = |id: u64| {
             self.steps
@@ -271,7 +271,7 @@ impl World {
             .collect();
         let keys: Vec<_> = chosen.iter().map(|chosen| chosen.0).collect();
         let drafts = |id: u64| -> Vec<u32> {
-            let count = (id as usize + most) % 4;
+            let count = (id as usize + max_drafts) % 4;
             (0..count as u32).map(|at| (at + id as u32) % 3).collect()
         };
         let all: Vec<Vec<u32>> = chosen.iter().map(|chosen| drafts(chosen.1)).collect();
@@ -378,8 +378,8 @@ impl World {
             let filled = self.manager.fill(plan, &arrays, &mut self.rows);
             filled.expect("the arrays are large enough");
         } else {
-            for at in 0..self.sharing.each.len() {
-                let (least, shared) = &mut self.sharing.each[at];
+            for at in 0..self.sharing.prefixes.len() {
+                let (limits, shared) = &mut self.sharing.prefixes[at];
                 let before = shared.version();
                 let filled = self
                     .manager
@@ -390,15 +390,15 @@ impl World {
                 // Blocks before all positions that a row computes; a window moves on.
                 let leading = |row: usize| -> Vec<usize> {
                     let first = a.positions[a.starts[row].get() as usize].get() as usize;
-                    let most = match self.model.groups[group] {
+                    let num_blocks = match self.model.groups[group] {
                         None => (first + 1) / size,
                         Some(_) => 0,
                     };
-                    let table = &a.tables[(group * ROWS + row) * WIDTH..][..most];
+                    let table = &a.tables[(group * ROWS + row) * WIDTH..][..num_blocks];
                     table.iter().map(|block| block.get() as usize).collect()
                 };
                 let tables: Vec<_> = (0..view.num_sequences).map(leading).collect();
-                sharing::compare(shared, &tables, *least)?;
+                sharing::compare(shared, &tables, *limits)?;
                 self.sharing.num_prefixes += shared.prefixes().len() as u64;
                 let unchanged = shared.version() == before && !shared.prefixes().is_empty();
                 self.sharing.num_unchanged += u64::from(unchanged);

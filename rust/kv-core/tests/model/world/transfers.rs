@@ -16,15 +16,15 @@ pub(super) struct Load {
     tokens: Vec<u32>,
 }
 
-const MOST_LOADS: usize = 3;
-const MOST_VICTIMS: usize = 2;
+const MAX_LOADS: usize = 3;
+const MAX_VICTIMS: usize = 2;
 
 impl World {
     pub(super) fn reserve(&mut self, i: usize, len: usize) -> Result<(), TestCaseError> {
         let Some((key, id)) = self.chosen(i) else {
             return Ok(());
         };
-        if self.loads.len() == MOST_LOADS {
+        if self.loads.len() == MAX_LOADS {
             self.drop_transfer(0)?;
         }
         let (seq, busy) = (&self.model.seqs[&id], self.busy(id));
@@ -43,9 +43,9 @@ impl World {
         if self.exact {
             let said = match &answer {
                 Reserve::Reserved(transfer) => {
-                    let places = transfer.blocks().iter();
-                    let places = places.map(|at| (at.index, at.group, at.block.get()));
-                    Answer::Reserved(places.collect())
+                    let blocks = transfer.blocks().iter();
+                    let blocks = blocks.map(|at| (at.index, at.group, at.block.get()));
+                    Answer::Reserved(blocks.collect())
                 }
                 &Reserve::NoRoom { needed, available } => Answer::NoRoom(needed, available),
                 &Reserve::Loading { transfer } => Answer::Loading(transfer),
@@ -76,14 +76,14 @@ impl World {
     fn write(&mut self, load: &Load, num_blocks: usize) {
         let size = self.model.block_size;
         let end = load.transfer.indices().start + num_blocks;
-        for place in load.transfer.blocks() {
+        for loading in load.transfer.blocks() {
             for offset in 0..size {
-                let position = place.index * size + offset;
-                let kv = match place.index < end {
+                let position = loading.index * size + offset;
+                let kv = match loading.index < end {
                     true => (load.namespace, load.tokens[..=position].to_vec()),
                     false => (u8::MAX, Vec::new()),
                 };
-                self.kv[place.block.get() as usize * size + offset] = Some(kv);
+                self.kv[loading.block.get() as usize * size + offset] = Some(kv);
             }
         }
     }
@@ -151,7 +151,7 @@ impl World {
 
     /// Evicts some blocks ahead of need; or stops copying the oldest ones.
     pub(super) fn evict(&mut self, count: usize) -> Result<(), TestCaseError> {
-        if count == 0 || self.victims.len() == MOST_VICTIMS {
+        if count == 0 || self.victims.len() == MAX_VICTIMS {
             if !self.victims.is_empty() {
                 let (number, evicted, pin) = self.victims.remove(0);
                 self.check_evicted(&evicted)?;

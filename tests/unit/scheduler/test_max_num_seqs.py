@@ -1,4 +1,4 @@
-"""Slots: a request with several samples is admitted when all of them may run at once."""
+"""`max_num_seqs`: a request is admitted when all of its samples may run at once."""
 
 from random import Random
 
@@ -12,8 +12,8 @@ from tests.support.engines import make_bench
 from tests.support.requests import make_sequence
 
 
-class Slots:
-    """A scheduler of four slots, whose prompts of 16 tokens take two steps."""
+class FourSequences:
+    """A scheduler of four sequences, whose prompts of 16 tokens take two steps."""
 
     def __init__(self, budget: int = 8) -> None:
         limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=4)
@@ -31,7 +31,7 @@ class Slots:
         assert step is not None
         self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         for sequence in step.sampling_sequences:
-            if sequence.num_slots > 1:
+            if sequence.num_seqs > 1:
                 others = [(other, 1) for other in sequence.request.sequences[1:]]
                 self.scheduler.fork(sequence, others)
         assert self.scheduler.num_running <= 4
@@ -46,47 +46,47 @@ class Slots:
         ({"a": 2, "b": 2, "c": 1}, "ab"),
         ({"a": 1, "b": 1, "c": 2, "d": 1}, "abc"),
         ({"a": 4, "b": 1}, "a"),
-        ({"a": 1, "b": 4, "c": 1}, "a"),  # no request overtakes one that waits for slots
+        ({"a": 1, "b": 4, "c": 1}, "a"),  # no request overtakes one that waits for sequences to end
     ],
 )
-def test_those_that_come_together_share_the_slots(samples: dict[str, int], admitted: str) -> None:
-    slots = Slots(budget=256)
+def test_those_that_come_together_share_the_step(samples: dict[str, int], admitted: str) -> None:
+    four = FourSequences(budget=256)
     for name, num_samples in samples.items():
-        slots.add(name, num_samples)
-    assert slots.step() == admitted
-    assert slots.step() == admitted
+        four.add(name, num_samples)
+    assert four.step() == admitted
+    assert four.step() == admitted
 
 
 @pytest.mark.parametrize(("second", "is_admitted"), [(1, True), (2, False), (4, False)])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_slots_are_held_before_and_after_the_samples_are_forked(
+def test_samples_count_before_and_after_they_are_forked(
     steps: int, second: int, is_admitted: bool
 ) -> None:
     """The first request, of three samples, computes its prompt for two steps; then they decode."""
-    slots = Slots()
-    slots.add("a", 3)
+    four = FourSequences()
+    four.add("a", 3)
     for _ in range(steps):
-        slots.step()
-    slots.scheduler.limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=4)
-    slots.add("b", second)
-    assert slots.step() == ("ab" if is_admitted else "a")
+        four.step()
+    four.scheduler.limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=4)
+    four.add("b", second)
+    assert four.step() == ("ab" if is_admitted else "a")
     running = [
-        sequence for sequence in slots.scheduler.running if sequence.request.request_id == "a"
+        sequence for sequence in four.scheduler.running if sequence.request.request_id == "a"
     ]
-    slots.scheduler.finish(running[:2])
-    slots.step()
-    assert slots.sequences["b"].is_running == (second <= 3 or not running[2:])
+    four.scheduler.finish(running[:2])
+    four.step()
+    assert four.sequences["b"].is_running == (second <= 3 or not running[2:])
 
 
-def test_a_request_that_needs_more_slots_than_there_are_is_named() -> None:
-    slots = Slots()
-    slots.add("a", 5)
+def test_a_request_of_more_samples_than_may_run_is_named() -> None:
+    four = FourSequences()
+    four.add("a", 5)
     with pytest.raises(StalledError, match="runs 5 samples at once"):
-        slots.scheduler.schedule()
+        four.scheduler.schedule()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_no_step_has_more_samples_than_slots(depth: int) -> None:
+def test_no_step_has_more_samples_than_sequences_may_run(depth: int) -> None:
     random = Random(depth)
     bench = make_bench(512, 4, depth=depth, max_num_seqs=8, max_num_batched_tokens=32)
     counts, most = {}, 0
