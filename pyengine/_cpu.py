@@ -13,11 +13,11 @@ _FILE = "pyengine._kv"
 
 
 def _load() -> None:
-    found = find_spec(_FILE)
-    if found is None or found.origin is None:
+    library = find_spec(_FILE)
+    if library is None or library.origin is None:
         raise ModuleNotFoundError(f"No module named {_FILE!r}", name=_FILE)
-    loader = ExtensionFileLoader(__name__, found.origin)
-    spec = spec_from_file_location(__name__, found.origin, loader=loader)
+    loader = ExtensionFileLoader(__name__, library.origin)
+    spec = spec_from_file_location(__name__, library.origin, loader=loader)
     assert spec is not None
     module = module_from_spec(spec)
     loader.exec_module(module)

@@ -29,7 +29,7 @@ from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.cpus import usable_cpus
 
-LEAST_SHARES = {"float32": (0.4, 0.4), "bfloat16": (0.15, 0.4)}
+MIN_SHARES = {"float32": (0.4, 0.4), "bfloat16": (0.15, 0.4)}
 """Least shares of the limits, of decoding and of a prompt, on CPUs: 60 % of an idle machine.
 
 oneDNN multiplies a single row by bfloat16 weights at half of the speed of float32 weights.
@@ -93,10 +93,10 @@ class Speed:
         return self.prefill * 2 * self.weights / limits.operations
 
 
-def verdict(limits: Limits, speed: Speed, least: tuple[float, float]) -> list[str]:
+def verdict(limits: Limits, speed: Speed, min_shares: tuple[float, float]) -> list[str]:
     """The reasons for which it is slow; empty if it is not.
 
-    `least` are the least shares of decoding and of a prompt.
+    `min_shares` are those of decoding and of a prompt.
     """
     slow = []
     if limits.steadiness < STEADY:
@@ -104,14 +104,14 @@ def verdict(limits: Limits, speed: Speed, least: tuple[float, float]) -> list[st
             f"the slowest measurement had {limits.steadiness:.0%} of the speed of the fastest: "
             "other programs, or other machines of the same host, take the processor"
         )
-    for name, share, least_share in (
-        ("decoding", speed.decode_share(limits), least[0]),
-        ("a prompt", speed.prefill_share(limits), least[1]),
+    for name, share, min_share in (
+        ("decoding", speed.decode_share(limits), min_shares[0]),
+        ("a prompt", speed.prefill_share(limits), min_shares[1]),
     ):
-        if share < least_share:
+        if share < min_share:
             slow.append(
                 f"{name} reaches {share:.0%} of what the machine allows, and should reach "
-                f"{least_share:.0%}: `pyengine doctor` looks for the reason"
+                f"{min_share:.0%}: `pyengine doctor` looks for the reason"
             )
     return slow
 
@@ -152,7 +152,7 @@ def bench(
         limits = measure_limits(str(about["dtype"]))
         note("measuring the engine ...", dim=True)
         speed = measure_speed(engine)
-        slow = verdict(limits, speed, LEAST_SHARES[str(about["dtype"])])
+        slow = verdict(limits, speed, MIN_SHARES[str(about["dtype"])])
         if as_json:
             figures = {**asdict(limits), **asdict(speed), "slow": slow}
             write(json.dumps({"model": str(about["model"]), **figures}, indent=2) + "\n")
@@ -226,8 +226,8 @@ def measure_speed(engine: Engine) -> Speed:
     width = 4 if str(engine.describe()["dtype"]) == "float32" else 2
     weights, weight_bytes = _weights_of_a_token(engine, width)
     warm = _answer(engine, 32, 4)
-    length = _fitting(32 / _prefill_seconds(warm), most=LONGEST_PROMPT)
-    count = _fitting(1 / _decode_seconds(warm), most=LONGEST_ANSWER)
+    length = _fitting(32 / _prefill_seconds(warm), max_tokens=LONGEST_PROMPT)
+    count = _fitting(1 / _decode_seconds(warm), max_tokens=LONGEST_ANSWER)
     prompts = [_prefill_seconds(_answer(engine, length, 1)) for _ in range(ROUNDS)]
     decodes = [_decode_seconds(_answer(engine, 16, count)) for _ in range(ROUNDS)]
     return Speed(1 / min(decodes), length / min(prompts), weights, weight_bytes)
@@ -273,9 +273,9 @@ def _refuse_experts(engine: Engine, names: Iterable[str]) -> None:
         )
 
 
-def _fitting(rate: float, *, most: int) -> int:
+def _fitting(rate: float, *, max_tokens: int) -> int:
     """The tokens of a round, at this many tokens a second."""
-    return max(8, min(most, int(rate * PATIENCE)))
+    return max(8, min(max_tokens, int(rate * PATIENCE)))
 
 
 def _answer(engine: Engine, length: int, count: int) -> RequestOutput:
@@ -312,6 +312,6 @@ def _print(about: Mapping[str, object], limits: Limits, speed: Speed, slow: list
         "products allow",
     }
     print_rows("figures", rows, is_wrapped=True)
-    for each in slow:
-        write(wrapped(f"slow: {each}", indent=4) + "\n")
+    for reason in slow:
+        write(wrapped(f"slow: {reason}", indent=4) + "\n")
     write("slower than it should be\n" if slow else "as fast as it should be\n", bold=True)

@@ -150,13 +150,13 @@ def _seconds(age: str) -> int:
 
 def _named(digits: str, known: list[bytes]) -> bytes:
     """The only fingerprint that begins with these hexadecimal digits."""
-    found = [each for each in known if each.hex().startswith(digits.lower())]
-    if len(found) != 1 or not digits:
+    named = [fingerprint for fingerprint in known if fingerprint.hex().startswith(digits.lower())]
+    if len(named) != 1 or not digits:
         raise InvalidRequestError(
-            f"--fingerprint {digits} is that of {len(found)} models; "
+            f"--fingerprint {digits} is that of {len(named)} models; "
             "`pyengine cache ls` lists the fingerprints"
         )
-    return found[0]
+    return named[0]
 
 
 def _entries(count: int) -> str:

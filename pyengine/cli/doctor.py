@@ -89,14 +89,14 @@ def this_installation() -> Installation:
 
 def findings(machine: Machine, installed: Installation) -> list[Finding]:
     """Everything that is missing, then what is slow, then the rest."""
-    found = [
+    unsorted = [
         *_missing(machine, installed),
         *_slow_processor(machine),
         *_slow_environment(machine),
         *_gpu(machine, installed),
         *_optional(machine, installed),
     ]
-    return sorted(found, key=lambda each: ("missing", "slow", "note").index(each.kind))
+    return sorted(unsorted, key=lambda it: ("missing", "slow", "note").index(it.kind))
 
 
 def _missing(machine: Machine, installed: Installation) -> Iterator[Finding]:
@@ -113,10 +113,10 @@ def _missing(machine: Machine, installed: Installation) -> Iterator[Finding]:
 
 def _named(libraries: Sequence[Library]) -> str:
     return ", ".join(
-        each.name
-        if each.installed is None
-        else f"{each.name} {each.least} or later (installed: {each.installed})"
-        for each in libraries
+        library.name
+        if library.installed is None
+        else f"{library.name} {library.min_version} or later (installed: {library.installed})"
+        for library in libraries
     )
 
 
@@ -154,9 +154,9 @@ def _slow_processor(machine: Machine) -> Iterator[Finding]:
 
 
 def _slow_environment(machine: Machine) -> Iterator[Finding]:
-    asked = machine.environment.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) < machine.cpus.count:
-        text = f"OMP_NUM_THREADS={asked}: not all of {machine.cpus.count} CPUs compute"
+    count = machine.environment.get("OMP_NUM_THREADS", "")
+    if count.isdecimal() and int(count) < machine.cpus.count:
+        text = f"OMP_NUM_THREADS={count}: not all of {machine.cpus.count} CPUs compute"
         yield Finding("slow", text, "unset OMP_NUM_THREADS")
     policy = machine.environment.get("OMP_WAIT_POLICY", "").upper()
     if policy == "PASSIVE":
@@ -204,7 +204,7 @@ def rows_of(machine: Machine, installed: Installation) -> dict[str, dict[str, ob
     """Versions and machine, by section."""
     torch = installed.torch if isinstance(installed.torch, TorchFacts) else None
     libraries = [*installed.engine, *installed.with_torch]
-    versions = {each.name: each.installed or "not installed" for each in libraries}
+    versions = {library.name: library.installed or "not installed" for library in libraries}
     if torch is not None:
         versions["torch"] = f"{torch.version}, for {_target(torch)}"
     gpus = machine.gpus if torch is None else torch.gpus or machine.gpus
@@ -235,19 +235,19 @@ def _target(torch: TorchFacts) -> str:
 def examine(*, as_json: bool = False) -> int:
     """Print versions, machine and findings; status 1 if something is missing or slow."""
     machine, installed = this_machine(), this_installation()
-    found = findings(machine, installed)
-    counts = Counter(each.kind for each in found)
+    shown_findings = findings(machine, installed)
+    counts = Counter(finding.kind for finding in shown_findings)
     is_well = not (counts["missing"] or counts["slow"])
     rows = rows_of(machine, installed)
     if as_json:
-        shown = {**rows, "findings": [asdict(each) for each in found], "is_well": is_well}
+        shown = {**rows, "findings": [*map(asdict, shown_findings)], "is_well": is_well}
         write(json.dumps(shown, indent=2) + "\n")
         return 0 if is_well else FAILED
     for title, section in rows.items():
         print_rows(title, section, is_wrapped=True)
-    for each in found:
-        write(wrapped(f"{each.kind}: {each.text}", indent=4) + "\n")
-        if each.fix:
-            write(wrapped(f"    -> {each.fix}", indent=7) + "\n")
+    for finding in shown_findings:
+        write(wrapped(f"{finding.kind}: {finding.text}", indent=4) + "\n")
+        if finding.fix:
+            write(wrapped(f"    -> {finding.fix}", indent=7) + "\n")
     write(f"{counts['missing']} missing, {counts['slow']} slow\n", bold=True)
     return 0 if is_well else FAILED

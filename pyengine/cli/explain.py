@@ -83,7 +83,7 @@ def _read(path: Path) -> str | list[int]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if isinstance(value, list) and all(type(each) is int and each >= 0 for each in value):
+    if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
         return value
     return text
 

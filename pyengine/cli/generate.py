@@ -94,8 +94,8 @@ def generate(
             return
         engine = factory_of(context)(settings)
         ready = to_engine(engine, [batch.prompts[index] for index in remaining], template)
-        ids = [each["prompt_token_ids"] for each in ready if isinstance(each, dict)]
-        note_reduced(engine, params, [len(each) for each in ids])
+        ids = [it["prompt_token_ids"] for it in ready if isinstance(it, dict)]
+        note_reduced(engine, params, [len(prompt) for prompt in ids])
         with nullcontext() if record is None else engine.recording(record):
             meter = Meter.start(engine, is_verbose=verbose)
             if len(batch.prompts) == 1 and output is None:
@@ -174,20 +174,20 @@ def _answer_one(meter: Meter, prompt: object, params: SamplingParams) -> None:
 def _answer_many(meter: Meter, batch: Batch, ready: Mapping[int, Any], results: Results) -> None:
     """Answer prompts, given by position. Results are kept even if the run fails."""
     engine = meter.engine
-    places, params = list(ready), [batch.params_of(index) for index in ready]
+    indices, params = list(ready), [batch.params_of(index) for index in ready]
     failures = 0
     try:
         with (
-            nullcontext() if sys.stdout.isatty() else progress_bar(len(places)) as bar,
+            nullcontext() if sys.stdout.isatty() else progress_bar(len(indices)) as bar,
             ended(engine.generate_iter(list(ready.values()), params)) as outputs,
         ):
             for result in outputs:
-                place = places[result.index]
-                results.put(place, result)
+                index = indices[result.index]
+                results.put(index, result)
                 meter.add(result)
                 if result.error is not None:
                     failures += 1
-                    note(f"prompt {place + 1} failed: {in_options(result.error)}")
+                    note(f"prompt {index + 1} failed: {in_options(result.error)}")
                 if bar is not None:  # else the answers on the terminal are the progress
                     bar.update()
     except BaseException:

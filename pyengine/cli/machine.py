@@ -112,14 +112,14 @@ class Library:
     """A distribution that an extra requires."""
 
     name: str
-    least: str
+    min_version: str
     """The lowest version; empty if any is enough."""
     installed: str | None
 
     @property
     def is_enough(self) -> bool:
         """True if it is installed in this version or a later one."""
-        return self.installed is not None and _numbers(self.installed) >= _numbers(self.least)
+        return self.installed is not None and _numbers(self.installed) >= _numbers(self.min_version)
 
 
 def libraries_of(extra: str) -> list[Library]:
@@ -131,10 +131,10 @@ def libraries_of(extra: str) -> list[Library]:
     libraries = []
     for line in lines:
         requirement, _, marker = line.partition(";")
-        found = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
+        of_extra = re.search(r"extra == ['\"]([\w-]+)['\"]", marker)
         is_elsewhere = "win32" in marker and sys.platform == "win32"
         parts = re.match(r"([\w.-]+)(?:\[[^]]*\])?[^>]*(?:>=\s*([\d.]+))?", requirement.strip())
-        if (found[1] if found else "") == extra and parts and not is_elsewhere:
+        if (of_extra[1] if of_extra else "") == extra and parts and not is_elsewhere:
             libraries.append(Library(parts[1], parts[2] or "", installed_version(parts[1]) or None))
     return libraries
 

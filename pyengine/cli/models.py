@@ -66,17 +66,17 @@ def list_models(as_json: Json = False) -> None:
     with guarded():
         with libraries():
             import pyengine.models.loader  # noqa: F401
-        models = sorted([*_embedded(), *_of_the_hub()], key=lambda each: each.name)
+        models = sorted([*_embedded(), *_of_the_hub()], key=lambda model: model.name)
         if as_json:
-            write(json.dumps([asdict(each) for each in models], indent=2) + "\n")
+            write(json.dumps([*map(asdict, models)], indent=2) + "\n")
             return
         if not models:
             note("no models: `pyengine help models` names some")
-        width = max((len(each.name) for each in models), default=0)
-        for each in models:
-            state = "runs" if each.refusal is None else f"does not run: {each.refusal}"
-            state += "; the default" if each.is_default else ""
-            write(f"{each.name:<{width}}  {size_text(each.size):>10}  ")
+        width = max((len(model.name) for model in models), default=0)
+        for model in models:
+            state = "runs" if model.refusal is None else f"does not run: {model.refusal}"
+            state += "; the default" if model.is_default else ""
+            write(f"{model.name:<{width}}  {size_text(model.size):>10}  ")
             write(wrapped(state, indent=4) + "\n")
 
 
@@ -100,7 +100,7 @@ def _of_the_hub() -> Iterator[LocalModel]:
         return
     for repository in repositories:
         if repository.repo_type == "model" and repository.revisions:
-            newest = max(repository.revisions, key=lambda each: each.last_modified)
+            newest = max(repository.revisions, key=lambda revision: revision.last_modified)
             folder, name = newest.snapshot_path, repository.repo_id
             files = sorted(folder.rglob("*.gguf"))
             for path in files:

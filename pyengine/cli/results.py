@@ -127,36 +127,36 @@ class ResultFile:
         cut = lines.pop()
         if not cut.startswith(_START[: len(cut)]):
             raise self._mismatch(len(lines) + 1, "it is not a result of pyengine")
-        places = {self._batch.key(index): index for index in range(len(self._batch.prompts))}
-        if len(places) < len(self._batch.prompts):
+        indices = {self._batch.key(index): index for index in range(len(self._batch.prompts))}
+        if len(indices) < len(self._batch.prompts):
             raise InvalidRequestError(
                 "two prompts have the same id: --resume cannot distinguish them"
             )
         done = [
-            self._place(number, line, places) for number, line in enumerate(lines, start=1) if line
+            self._index(number, line, indices) for number, line in enumerate(lines, start=1) if line
         ]
         if cut:
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - len(cut))
         self.done = frozenset(done)
 
-    def _place(self, number: int, line: bytes, places: Mapping[tuple[str, Any], int]) -> int:
+    def _index(self, number: int, line: bytes, indices: Mapping[tuple[str, Any], int]) -> int:
         """The position of the prompt that a line answers."""
         try:
             record = json.loads(line)
             key = ("id", record["id"]) if "id" in record else ("index", record["index"])
             fingerprint = record["fingerprint"]
-            place = places.get(key)
+            index = indices.get(key)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self._mismatch(number, "it is not a result of pyengine") from None
-        if place is None:
+        if index is None:
             raise self._mismatch(number, f"no prompt of this run has the {key[0]} {key[1]!r}")
-        if fingerprint != self._batch.fingerprint(place):
+        if fingerprint != self._batch.fingerprint(index):
             raise self._mismatch(
                 number,
                 f"the prompt with the {key[0]} {key[1]!r}, the model, the seed or the sampling "
                 "parameters were different",
             )
-        return place
+        return index
 
     def _mismatch(self, number: int, why: str) -> InvalidRequestError:
         return InvalidRequestError(

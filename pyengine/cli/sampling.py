@@ -64,11 +64,11 @@ def flags_by_name() -> Mapping[str, tuple[str, ...]]:
     return flags
 
 
-def _replaced(found: re.Match[str]) -> str:
-    name = found["name"]
+def _replaced(match: re.Match[str]) -> str:
+    name = match["name"]
     flags = flags_by_name()[name]
-    value = next((text for text in found.group("single", "double", "plain") if text), None)
-    if "=" not in found[0]:
+    value = next((text for text in match.group("single", "double", "plain") if text), None)
+    if "=" not in match[0]:
         return flags[0] if "_" in name else name
     if value == "True":
         return flags[0]

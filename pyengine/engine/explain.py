@@ -73,9 +73,9 @@ def with_hint(
     explanation: CacheExplanation, token_ids: Sequence[int], tokenizer: Any
 ) -> CacheExplanation:
     """The explanation of a prompt with its hint."""
-    place, hint = explanation.diverged_at, None
-    if place is not None:
-        hint = difference(token_ids, place, explanation.diverged_tokens, tokenizer)
+    diverged_at, hint = explanation.diverged_at, None
+    if diverged_at is not None:
+        hint = difference(token_ids, diverged_at, explanation.diverged_tokens, tokenizer)
     elif explanation.reason is not None:
         hint = LazyText(partial(hint_of, explanation))
     return replace(explanation, _hint=hint)

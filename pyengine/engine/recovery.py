@@ -183,7 +183,7 @@ class LimitRecovery:
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self.asked = limits
+        self.initial = limits
         self._calm = _FIRST_CALM
         self._since = 0
         self._has_grown = False
@@ -199,19 +199,19 @@ class LimitRecovery:
 
     def after_a_step(self, limits: SchedulerLimits) -> SchedulerLimits:
         """Limits after a step that fitted."""
-        if limits == self.asked:
+        if limits == self.initial:
             return limits
         self._since += 1
         if self._since < self._calm:
             return limits
         self._since, self._has_grown = 0, True
-        return self._of(min(2 * limits.max_num_batched_tokens, self.asked.max_num_batched_tokens))
+        return self._of(min(2 * limits.max_num_batched_tokens, self.initial.max_num_batched_tokens))
 
     def _of(self, max_num_batched_tokens: int) -> SchedulerLimits:
         return replace(
-            self.asked,
+            self.initial,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=min(self.asked.max_num_seqs, max_num_batched_tokens),
+            max_num_seqs=min(self.initial.max_num_seqs, max_num_batched_tokens),
         )
 
 
@@ -244,7 +244,7 @@ class StepRecovery:
         limits = self._scheduler.limits = self._limits.after_a_step(self._scheduler.limits)
         self.faults.succeeded(sequences)
         if not self.faults.suspects:
-            self.is_active = limits != self._limits.asked or bool(self.faults.logged)
+            self.is_active = limits != self._limits.initial or bool(self.faults.logged)
 
     def failed(
         self, sequences: list[SequenceState], num_tokens: int, error: BaseException

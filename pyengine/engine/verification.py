@@ -125,8 +125,8 @@ class HitVerifier(EnginePart):
         if verification is not None:
             self._judge(request, verification)
             return ()
-        made = self._verification_of(request)
-        return () if made is None else (made,)
+        verified = self._verification_of(request)
+        return () if verified is None else (verified,)
 
     def finished(self, sequences: Sequence[SequenceState]) -> None:
         """Forget verifications that have ended."""

@@ -95,8 +95,8 @@ class CompiledForward:
         with running(self._number, context):
             compiled = self._single if len(ids) == 1 else self._several
             logits = compiled(ids, positions, rows)
-        found = logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
-        return array_of(found) if over_arrays else found
+        logits = logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
+        return array_of(logits) if over_arrays else logits
 
     @torch.inference_mode()
     def _warm_up(self, num_tokens: int, context: PagedContext, device: Device) -> None:

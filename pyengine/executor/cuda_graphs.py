@@ -226,9 +226,9 @@ class DecodeGraphs:
         metadata = build(inputs)
         if metadata is None:
             return None
-        found = self._forward(inputs, metadata)  # all first-use setup runs now
+        first = self._forward(inputs, metadata)  # all first-use setup runs now
         if self._logits is None:
-            self._logits = torch.empty_like(found)
+            self._logits = torch.empty_like(first)
         logits = self._logits[:size]
 
         def compute() -> torch.Tensor:

@@ -70,8 +70,8 @@ class RunnerLimits:
     @property
     def max_num_samples(self) -> int:
         """The most rows of logits of a step."""
-        most = self.max_num_seqs * self.rows_per_seq
-        return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))
+        num_rows = self.max_num_seqs * self.rows_per_seq
+        return max(self.max_num_seqs, min(num_rows, self.max_num_batched_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ class Packed:
 
     def pack(self) -> None:
         """Copy the arrays into `source`."""
-        for array, place in self.parts:
-            np.copyto(place, array)
+        for array, target in self.parts:
+            np.copyto(target, array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +363,10 @@ class InputBuffers:
         for begin, array in zip(begins, arrays, strict=False):
             end = begin + array.nbytes
             kind = tensor_of(array).dtype
-            place, twin = (
+            staged, twin = (
                 memory[begin:end].view(kind).view(array.shape) for memory in (source, self._memory)
             )
-            parts.append((array, place.numpy()))
+            parts.append((array, staged.numpy()))
             on_device.append(twin)
         return Packed(source, self._memory[: begins[-1]], parts), on_device
 

@@ -183,12 +183,12 @@ class MTPLayers:
         """The states `wanted`, `[B, layers, hidden]`; zeros for missing ones."""
         out = zeros((len(wanted), self._count, self._size), self._dtype, self._pool.device)
         by_step: dict[int, tuple[Any, list[int], list[int]]] = {}
-        for place, state in enumerate(wanted):
+        for row, state in enumerate(wanted):
             if state is not None and state.step.rows is not None:
                 key = id(state.step)
-                _, places, rows = by_step.setdefault(key, (state.step.rows, [], []))
-                places.append(place)
-                rows.append(state.row)
-        for states, places, rows in by_step.values():
-            out[places] = states[rows]
+                _, targets, sources = by_step.setdefault(key, (state.step.rows, [], []))
+                targets.append(row)
+                sources.append(state.row)
+        for states, targets, sources in by_step.values():
+            out[targets] = states[sources]
         return out

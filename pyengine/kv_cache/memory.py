@@ -89,6 +89,6 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
-    kept = libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-    found = libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)  # else it is no longer adjusted
-    return bool(kept and found)
+    is_kept = libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    is_fixed = libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)  # else it is no longer adjusted
+    return bool(is_kept and is_fixed)

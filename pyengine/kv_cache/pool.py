@@ -364,7 +364,7 @@ class KVPool:
             )
             scale = np.maximum(np.linalg.norm(kv, axis=1), np.finfo(np.float32).tiny)
             worst = np.maximum(worst, np.linalg.norm(kv - other, axis=1) / scale)
-        return [float(each) for each in worst]
+        return [float(error) for error in worst]
 
     def write(
         self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"

@@ -217,9 +217,9 @@ def _part(position: int, part: Any, content: Any) -> str:
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     text = None if key is None else part.get(key)
     if not isinstance(text, str):
-        found = f"a part of type {kind!r}" if kind not in (None, "text") else shown(content)
+        given = f"a part of type {kind!r}" if kind not in (None, "text") else shown(content)
         raise InvalidRequestError(
-            f"the content of message {position} is {found}: this engine takes text, as a "
+            f"the content of message {position} is {given}: this engine takes text, as a "
             "string or as parts of type 'text'"
         )
     for name, value in part.items():

@@ -253,9 +253,9 @@ def _as_array(ids: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _no_prompt(found: Any) -> InvalidRequestError:
+def _no_prompt(prompt: Any) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{shown(found)} is no prompt: give text, a list or an array of token ids, or a mapping "
+        f"{shown(prompt)} is no prompt: give text, a list or an array of token ids, or a mapping "
         "with 'prompt' or 'prompt_token_ids'"
     )
 
@@ -294,5 +294,5 @@ def match_params(
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """The number of leading tokens that two prompts have in common."""
     pairs = zip(first, second, strict=False)
-    different = (place for place, (one, other) in enumerate(pairs) if one != other)
+    different = (index for index, (one, other) in enumerate(pairs) if one != other)
     return next(different, min(len(first), len(second)))

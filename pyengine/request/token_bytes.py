@@ -24,7 +24,7 @@ def _byte_level() -> dict[str, int]:
     """The byte of each character of GPT-2's tokenizer."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
-    shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
+    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
     return {**{chr(byte): byte for byte in plain}, **shifted}
 
 
@@ -124,5 +124,5 @@ def _decode_by(backend: "RustTokenizer") -> Callable[[str], bytes] | None:
 
 def _decode_byte_level(token: str) -> bytes:
     """The bytes of a token; an added token with other characters is text."""
-    found = [_BYTE_LEVEL.get(character, -1) for character in token]
-    return token.encode(errors="replace") if -1 in found else bytes(found)
+    values = [_BYTE_LEVEL.get(character, -1) for character in token]
+    return token.encode(errors="replace") if -1 in values else bytes(values)

@@ -69,5 +69,5 @@ def serve(questions: Iterator[bytes], answer: Callable[[bytes], None]) -> None:
     vocabulary = LLTokenizer(first["tokenizer"], n_vocab=first["n_vocab"], eos_token=ends)
     answer(b"{}")
     for question in questions:
-        found = checked(vocabulary, first["limits"], *json.loads(question))
-        answer(json.dumps(found).encode())
+        verdict = checked(vocabulary, first["limits"], *json.loads(question))
+        answer(json.dumps(verdict).encode())

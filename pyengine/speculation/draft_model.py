@@ -63,8 +63,8 @@ class LoadedDraft:
             max_num_seqs=settings.max_num_seqs,
             max_model_len=self.longest,
         )
-        most = settings.max_num_batched_tokens
-        return configure_cache(self.loaded, pool, most, layer_groups=False, kv_dtype=self.kv_dtype)
+        limit = settings.max_num_batched_tokens
+        return configure_cache(self.loaded, pool, limit, layer_groups=False, kv_dtype=self.kv_dtype)
 
     def describe(self, cache: KVCacheConfig) -> dict[str, object]:
         """Rows of `describe()`."""

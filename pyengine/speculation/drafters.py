@@ -133,8 +133,8 @@ class _History:
 
 def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
     """The index of the last true flag; None without one."""
-    place = len(flags) - 1 - int(flags[::-1].argmax())
-    return place if flags[place] else None
+    last = len(flags) - 1 - int(flags[::-1].argmax())
+    return last if flags[last] else None
 
 
 _ARCHIVED = 1 << 20  # tokens of earlier answers that are kept: up to 100 MB

@@ -147,20 +147,20 @@ class DraftPolicy:
         second. In the actual step, which may compute prompts too, drafts must gain that rate for
         the time that they add.
         """
-        alone, most, before = max(1, step.num_decodes), len(chances), step.num_drawn
-        decoding = self._costs.tokens.between(alone, alone + most)
-        drawing = self._costs.drawn.between(before, before + most)
+        alone, num_drafts, before = max(1, step.num_decodes), len(chances), step.num_drawn
+        decoding = self._costs.tokens.between(alone, alone + num_drafts)
+        drawing = self._costs.drawn.between(before, before + num_drafts)
         # The drafts in the order of their gain, less the cost of drawing them.
         dearer = alone * (drawing[1] - drawing[0]) / (decoding[0] + drawing[0])
         order = np.argsort(drawn * dearer - chances, kind="stable")  # a draft stays in its order
-        gains, draws = np.zeros(1 + most), np.zeros(1 + most, dtype=np.int64)
+        gains, draws = np.zeros(1 + num_drafts), np.zeros(1 + num_drafts, dtype=np.int64)
         chances[order].cumsum(out=gains[1:])
         drawn[order].cumsum(out=draws[1:])
         drawing = drawing[draws]
         rate = ((alone + gains) / (decoding + drawing)).max()
-        computing = self._costs.tokens.between(step.num_tokens, step.num_tokens + most)
+        computing = self._costs.tokens.between(step.num_tokens, step.num_tokens + num_drafts)
         count = int((gains - rate * (computing + drawing)).argmax())
-        chosen = np.zeros(most, dtype=np.bool_)
+        chosen = np.zeros(num_drafts, dtype=np.bool_)
         chosen[order[:count]] = True
         price = rate * (computing[count] - computing[0]) / max(1, count)
         more = rate * (drawing[count] - drawing[0]) / max(1, draws[count])

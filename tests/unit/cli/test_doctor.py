@@ -263,7 +263,7 @@ def test_this_machine(tmp_path: Path) -> None:
 def test_libraries_are_those_of_the_distribution() -> None:
     engine = {library.name: library for library in libraries_of("engine")}
     assert {"gguf", "tokenizers", "typer"} <= engine.keys()
-    assert engine["tokenizers"].least == "0.22"
+    assert engine["tokenizers"].min_version == "0.22"
     assert {"torch", "transformers"} <= {library.name for library in libraries_of("torch")}
     assert not {"torch", "transformers", "safetensors", "accelerate"} & engine.keys()
     assert all(library.is_enough for library in engine.values())
