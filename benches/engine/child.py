@@ -1,4 +1,4 @@
-"""Engines and servers in processes of their own, which answer line by line."""
+"""Engines and servers in separate processes, which answer line by line."""
 
 import json
 import os

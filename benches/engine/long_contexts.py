@@ -3,7 +3,7 @@
     .venv/bin/python -m benches.engine.long_contexts FILE [FILE ...] [--rounds 3]
     .venv/bin/python -m benches.engine.long_contexts FILE --make
 
-A point is a number of sequences at a context. Every engine is a process of its own: it fills the
+A point is a number of sequences at a context. Every engine is a separate process: it fills the
 context, then gives the tokens per second of the last 2,048 tokens of a prompt, and of 12 decode
 steps of all sequences. No sequences share KV blocks. llama.cpp runs with flash attention and
 without, batches of 512 tokens, a KV stream per sequence and its default KV type (float16); it is

@@ -1,8 +1,8 @@
 //! The set of block hashes, which keeps them distinct.
 //!
 //! A hash selects a line of 16 cells by its low bits; 32 mixed bits of its low half are stored in any cell of the line.
-//! So an insertion or removal compares one cache line, without a search whose end cannot be predicted. Two hashes with
-//! equal stored bits count as equal, once in 2^32 comparisons: that block has no hash.
+//! So an insertion or removal compares one cache line, without an unpredictable probe sequence. Two hashes with equal
+//! stored bits, once in 2^32 comparisons, count as equal: that block has no hash.
 
 mod check;
 
@@ -76,8 +76,8 @@ impl BlockHashSet {
         self.words[self.first..].as_chunks().0
     }
 
-    /// Allocates the set and writes to all of it. Otherwise the first hash would wait while the system clears pages of
-    /// up to 2 MiB.
+    /// Allocates the set and touches all of it, so that the first hash does not wait while the system clears pages of up
+    /// to 2 MiB.
     #[cold]
     pub(crate) fn reserve(&mut self) -> Result<(), TryReserveError> {
         let count = (self.num_blocks / HASHES_PER_LINE).next_power_of_two();

@@ -1,8 +1,8 @@
 //! Layer groups: one sequence, several tables.
 //!
 //! Layers with full attention and layers with a sliding window keep different blocks of the same sequence. A block
-//! belongs to one group at a time, and all groups allocate from one pool. Every group has as many layers, so blocks
-//! have one size. (The idea is that of vLLM's hybrid KV cache manager.)
+//! belongs to one group at a time, and all groups allocate from one pool. All groups have the same number of
+//! layers, so blocks have one size, as in vLLM's hybrid KV cache manager.
 //!
 //! A *logical block* is `block_size` positions of a sequence, and a block in each group. Lists of blocks are
 //! by logical block, then by layer group, `index * groups + group`; with one group that is the plain block table.

@@ -26,7 +26,7 @@ pub(crate) enum Deferred {
     Pin(u64, Vec<BlockId>),
 }
 
-/// State that the handles of one manager share with it.
+/// State shared by a manager and its handles.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) manager: u32,
@@ -87,7 +87,7 @@ impl Shared {
         self.refs[block.at()].fetch_sub(1, Ordering::AcqRel) == 1
     }
 
-    /// Leaves a release to the manager.
+    /// Defers a release to the manager.
     pub(crate) fn defer(&self, release: Deferred) {
         let blocks = match &release {
             Deferred::Blocks(blocks) | Deferred::Pin(_, blocks) => blocks.len(),
@@ -139,7 +139,7 @@ impl Shared {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that can panic runs under this lock.
+    // Nothing under this lock can panic.
     let locked = mutex.lock();
     locked.unwrap_or_else(std::sync::PoisonError::into_inner)
 }
@@ -219,7 +219,7 @@ pub struct LoadingBlock {
 /// Owns a transfer: blocks that are to be filled with KV from outside the pool. Dropping it fails the transfer at the
 /// manager's next call, unless it has ended.
 ///
-/// Until it ends no step reads or writes its blocks. So keep it until the last byte is written.
+/// Until it ends, no step reads or writes its blocks: keep it until the last byte is written.
 #[derive(Debug)]
 pub struct Transfer {
     shared: Arc<Shared>,
@@ -293,8 +293,8 @@ impl Drop for Transfer {
 #[derive(Debug)]
 pub struct Pin {
     shared: Arc<Shared>,
-    /// Its number, if it was granted while recording. Then the manager releases the blocks, so that a replay
-    /// can do so between the same operations.
+    /// Its number, if it was granted during a recording. The manager then releases the blocks, so that a replay can
+    /// release them between the same operations.
     serial: Option<u64>,
     blocks: PrefixBlocks,
     num_blocks: usize,

@@ -23,7 +23,7 @@ use crate::transfers::Reserve;
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
 
-/// The owner of the pool. It belongs to one thread at a time; pins and handles may be dropped by any thread.
+/// The owner of the pool. One thread at a time uses it; any thread may drop pins and handles.
 pub struct BlockManager {
     config: Config,
     shared: Arc<Shared>,
@@ -608,7 +608,7 @@ impl BlockManager {
         self.run(call, |state| state.prefill(plan, key, request))
     }
 
-    /// Cancels a sequence: it is as if it had not been planned.
+    /// Cancels a sequence, as if it had not been planned.
     ///
     /// Sequences that depend on it are cancelled, too: they share blocks that it was to compute, or write in place in
     /// a partial block that it left to them. Returns their ids, in plan order.
@@ -792,7 +792,7 @@ fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
     }
 }
 
-/// Probes the memory of all tables before any of it is allocated.
+/// Fails if the memory of all tables cannot be allocated at once.
 fn probe_memory(config: &Config) -> Result<(), std::collections::TryReserveError> {
     let per_block = Pool::BYTES_PER_BLOCK + RadixTree::bytes_per_block(config.block_size);
     Vec::<u8>::new().try_reserve_exact(config.num_blocks.saturating_mul(per_block))

@@ -68,7 +68,7 @@ impl Transfers {
         open.ok_or(Error::TransferEnded { transfer })
     }
 
-    /// The number of an open transfer, of which its blocks carry the lower 32 bits: the last one that has these bits.
+    /// The number of an open transfer from the lower 32 bits in its blocks: the last one with these bits.
     pub(crate) fn serial(&self, number: u32) -> u64 {
         let later = (self.num_begun as u32).wrapping_sub(number);
         self.num_begun - u64::from(later)

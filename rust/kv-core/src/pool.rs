@@ -1,7 +1,6 @@
 //! The pool: all blocks, their reference counts, the free queue, and the prefix index over them.
 //!
-//! Every block that gains or loses a holder or a cached prefix goes through here: only the pool changes counters,
-//! queue and tree together.
+//! Only the pool changes counters, queue and tree, so they change together.
 
 mod check;
 mod explain;
@@ -27,7 +26,7 @@ use crate::sync::Arc;
 /// Stored blocks that may wait to be hashed.
 const MAX_UNHASHED: usize = 1_024;
 
-/// Evicted blocks of a node that follow each other, the last one first.
+/// Consecutive evicted blocks of a node, the last one first.
 #[derive(Clone, Copy, Default)]
 struct EvictedRun {
     node: NodeId,
@@ -35,8 +34,8 @@ struct EvictedRun {
     last: u32,
 }
 
-/// The open steps: `count` of them from `oldest` on. No block carries the number of a step between them that was
-/// rolled back.
+/// The open steps: `count` of them from `oldest` on. No block has the number of a step between them that was rolled
+/// back.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct OpenSteps {
     pub(crate) oldest: u32,
@@ -44,7 +43,7 @@ pub(crate) struct OpenSteps {
 }
 
 impl OpenSteps {
-    /// Whether a step is open: its blocks are not ready yet.
+    /// True if a step is open, so that its blocks are not ready.
     #[inline]
     fn contain(self, step: u32) -> bool {
         step.wrapping_sub(self.oldest) < self.count
@@ -60,14 +59,14 @@ impl OpenSteps {
 /// The use of a match.
 #[derive(Clone, Copy)]
 pub(crate) enum Purpose {
-    /// Blocks that are read now: none that an open step computes.
+    /// Blocks that can be read now, not those that an open step computes.
     Read,
-    /// A prefill, which computes `replay` of the matched tokens again.
+    /// A prefill, which computes the last `replay` matched tokens again.
     Prefill { replay: usize },
 }
 
-/// All blocks. A block's references are the two counts of its [`BlockMeta`], and those of pins, which alone are
-/// atomic (in [`Shared`]): nothing else is released without the manager.
+/// All blocks. A block's references are the two counts of its [`BlockMeta`], and those of pins in [`Shared`]. Only the
+/// latter are atomic: nothing but pins is released without the manager.
 pub(crate) struct Pool {
     queue: FreeQueue,
     /// The cached block that each block id holds.
@@ -82,8 +81,8 @@ pub(crate) struct Pool {
     open: OpenSteps,
     /// If events are on.
     events: Option<EventLog>,
-    /// Blocks that allocations evicted, if they are kept: the latest ones, at least as many as the pool has. An earlier
-    /// one was written again.
+    /// Blocks that allocations evicted, if they are kept: the latest, at least as many as the pool has. Earlier ones have
+    /// been overwritten.
     evicted: Option<Vec<Evicted>>,
     /// Past evictions, if misses are explained.
     pub(crate) history: Option<Box<EvictionHistory>>,
@@ -234,7 +233,7 @@ impl Pool {
         self.queue.meta(block).is_queued()
     }
 
-    /// The blocks without holders: the free ones, then the evictable ones of each list.
+    /// The blocks without references: the free ones, then the evictable ones of each list.
     pub(crate) fn queued(&self) -> Vec<BlockId> {
         let lists = [List::Free].into_iter().chain(List::EVICTABLE);
         lists.flat_map(|list| self.queue.iter(list)).collect()
@@ -320,7 +319,7 @@ impl Pool {
         self.tree.share_root(root);
     }
 
-    /// A sequence under `root` has ended at `last`.
+    /// Ends a sequence under `root` whose registered prefix ends at `last`.
     pub(crate) fn release_root(&mut self, root: NodePosition, last: NodePosition) {
         self.tree.shrink_node(last.node);
         self.tree.release_root(root);
@@ -333,7 +332,7 @@ impl Pool {
         self.hold_all(&[block]);
     }
 
-    /// Adds a table entry of each of these blocks, which have holders already.
+    /// Adds a table entry of each of these blocks, none of which is queued.
     #[inline]
     pub(crate) fn hold_all(&mut self, blocks: &[BlockId]) {
         let first = |&block: &BlockId| hold(self.queue.meta_mut(block));
@@ -341,7 +340,7 @@ impl Pool {
     }
 
     /// Adds a table entry of each of these cached blocks. Returns how many an open step is to compute.
-    #[inline(never)] // inlined into a prefill, its loop would not be in registers
+    #[inline(never)] // inlined into a prefill, its loop would spill registers
     pub(crate) fn hold_cached(&mut self, blocks: &[BlockId]) -> usize {
         let (open, list) = (self.open, self.policy.list_of_reused());
         let (mut first, mut in_flight) = (0, 0);
@@ -386,7 +385,7 @@ impl Pool {
         self.queue.meta_mut(block).list = self.policy.list_of_reused();
     }
 
-    /// Queues the blocks that have no holder left, after a pin or a plan released them.
+    /// Queues those of the blocks that have no reference, after a pin or a plan released them.
     pub(crate) fn enqueue_unused(&mut self, blocks: &[BlockId]) {
         let mut queue = self.queue.begin_push();
         for &block in blocks {
@@ -476,7 +475,7 @@ impl Pool {
             return;
         };
         let cached = |block: &BlockId| self.cached[block.at()];
-        for run in blocks.chunk_by(|one, other| cached(one).node == cached(other).node) {
+        for run in blocks.chunk_by(|a, b| cached(a).node == cached(b).node) {
             let own = history.of(&self.tree.namespace(cached(&run[0])));
             for block in run {
                 if let Some(hash) = self.tree.hash(cached(block)) {
@@ -492,8 +491,8 @@ impl Pool {
         evicted.unwrap_or_default()
     }
 
-    /// Evicts the next `count` blocks, or all of them. They are in no list; the caller pins them. Returns a record of
-    /// each, too.
+    /// Evicts the next `count` blocks, or all of them, for the caller to pin. They are in no list. Also returns a record
+    /// of each.
     pub(crate) fn evict_next(&mut self, count: usize) -> (Vec<BlockId>, Vec<Evicted>) {
         let kept = self.evicted.replace(Vec::new());
         let evictable = self.queue.len() - self.queue.len_of(List::Free);
@@ -519,7 +518,7 @@ impl Pool {
         self.stats.evicted_blocks += 1;
     }
 
-    /// These cached blocks, which one table holds at most, are no longer cached.
+    /// Removes cached blocks, of at most one table each, from the prefix index.
     pub(crate) fn discard(&mut self, blocks: &[BlockId]) {
         self.hash_stored_blocks();
         let mut run = EvictedRun::default();
@@ -536,7 +535,7 @@ impl Pool {
     /// Removes a layer group's block from the tree. Extends `run`, or ends it and begins the next one.
     #[inline(always)] // as `evict`
     fn remove(&mut self, cached: NodePosition, group: u8, run: &mut EvictedRun) {
-        // Usually a node is evicted from its end: its blocks are emitted and truncated together.
+        // A node is usually evicted from its end, so its blocks are emitted and truncated together.
         if cached.node != run.node {
             self.end_run(*run);
             *run = EvictedRun::default();
@@ -606,7 +605,7 @@ impl Pool {
         }
     }
 
-    /// A block id holds no cached block any more. Returns the one that it held, and its layer group.
+    /// Clears the cached block of a block id. Returns its position and layer group.
     #[inline(always)] // as `evict`
     fn clear(&mut self, block: BlockId) -> (NodePosition, u8) {
         let cached = std::mem::replace(&mut self.cached[block.at()], NodePosition::NONE);
@@ -648,7 +647,7 @@ impl Pool {
         end
     }
 
-    /// The block's side of `store`.
+    /// Records a cached block with its block id.
     #[inline(always)] // every block that becomes cached comes here
     fn mark(&mut self, cached: NodePosition, group: usize, block: BlockId, step: u32) {
         self.cached[block.at()] = cached;
@@ -681,13 +680,13 @@ impl Pool {
         self.stats.taken_over_blocks += 1;
     }
 
-    /// The `count` blocks up to `end` are cached now, and were not before.
+    /// Emits that the `count` blocks up to `end` are newly cached.
     #[inline]
     pub(crate) fn emit_stored(&mut self, end: NodePosition, count: usize) {
         self.stats.registered_blocks += count as u64;
         if let Some(events) = self.events.as_mut().filter(|_| count > 0) {
             events.store(end, count);
-            // The calls that store blocks pay for their hashes, so no later call has more to compute than this.
+            // Hashed by the call that stores them, so that a later call has a bounded number to hash.
             if events.num_stored() > MAX_UNHASHED {
                 self.hash_stored_blocks();
             }

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! The index finds a child by its parent position and first block. A hash proves nothing: a match compares the
-//! tokens under the very parent that the walk has reached. A node ends with its last block that is held or
+//! tokens under the parent that the search has reached. A node ends with its last block that is held or
 //! has a child, so a block in the middle may be evicted without orphaning its descendants.
 //!
 //! Block hashes are for other processes; each is computed when it is first needed.
@@ -112,7 +112,7 @@ pub(crate) struct RadixTree {
     hashes: BlockHashSet,
     stale_hashes: Vec<u128>,
     num_blocks: usize,
-    /// Not truncated, whatever holds it.
+    /// A position that is not truncated.
     protected: NodePosition,
     num_hashed: u64,
     num_collisions: u64,
@@ -362,7 +362,7 @@ impl RadixTree {
         tokens: &[u32],
         blocks: &[BlockId],
     ) -> NodePosition {
-        // Nothing is divided where there is one group, as in most pools.
+        // Pools of one group, which are most, need no division.
         let len = match self.groups {
             1 => blocks.len(),
             groups => blocks.len() / groups,
@@ -439,7 +439,7 @@ impl RadixTree {
         }
     }
 
-    /// Keeps a block in the tree while an allocation may evict whatever else holds it; `NONE` ends it.
+    /// Keeps a block in the tree while an allocation may evict its block ids; `NONE` ends it.
     pub(crate) fn protect(&mut self, position: NodePosition) {
         self.protected = position;
     }
@@ -460,8 +460,8 @@ impl RadixTree {
             if node.len == 0 {
                 return;
             }
-            // Blocks before the last child stay: only those after it are looked at, and the ones that are not
-            // held go. So each costs once, however often a long node is truncated.
+            // Blocks before the last child stay, so only those after it are checked. Each is removed once, however
+            // often a long node is truncated.
             let keep = match at == protected.node {
                 true => node.last_child().max(protected.offset) as usize,
                 false => node.last_child() as usize,
@@ -544,7 +544,7 @@ impl RadixTree {
         self.node_mut(position.node).blocks[at] = block;
     }
 
-    /// A layer group holds the block no more. It stays in the tree while others do, or it has descendants.
+    /// Clears the block id of a layer group. The block stays in the tree while others have one, or it has descendants.
     pub(crate) fn clear_block(&mut self, position: NodePosition, group: usize) {
         self.set_block(position, group, BlockId::NONE);
         if position.offset == self.node(position.node).len {
@@ -605,7 +605,7 @@ impl RadixTree {
         if (1..=node.num_hashed).contains(&position.offset) {
             return node.hashes.get(position.index()).copied();
         }
-        // Down from the nearest ancestor that is hashed.
+        // From the nearest hashed ancestor down.
         let mut path = vec![position];
         let mut at = position.node;
         while self.node(at).num_hashed == 0 && self.node(at).namespace.is_none() {
@@ -869,7 +869,7 @@ fn leading(blocks: &[BlockId], usable: impl Fn(BlockId) -> bool) -> usize {
     }
 }
 
-/// Releases capacity once most of it is unused.
+/// Shrinks the capacity once most of it is unused.
 fn shrink<T>(vec: &mut Vec<T>) {
     if vec.capacity() / 4 > vec.len() + 16 {
         vec.shrink_to(2 * vec.len());

@@ -165,7 +165,7 @@ impl State {
         };
         let missing = (first..registered.end()).find(|&index| !is_ready(index));
         let indices = missing.unwrap_or(registered.end());
-        // With fewer logical blocks a window would begin even earlier.
+        // With fewer logical blocks, a window would begin earlier still.
         let needed = |group| self.groups.first_index(group, indices);
         let prefix = seq.table.prefix(indices, needed).filter(|_| indices > 0);
         let unused = registered.end() - indices;
@@ -316,7 +316,7 @@ impl State {
         Ok(())
     }
 
-    /// The same, and only its first `num_tokens` tokens stay cached for its sake.
+    /// As `free`, but does not leave blocks after its first `num_tokens` tokens cached.
     pub(crate) fn free_keeping(&mut self, key: SeqKey, num_tokens: usize) -> Result<(), Error> {
         self.seqs.get(key)?;
         let indices = self.groups.index_of(num_tokens);

@@ -1,8 +1,8 @@
 //! Transfers: blocks reserved for KV that comes from outside the pool.
 //!
 //! A transfer holds the blocks that it is to fill, and the cached blocks before and among them, until it ends. Neither
-//! the end of its sequence nor a rollback touches it. Its blocks are in the prefix index, where prefills meet them and
-//! wait, and in no table.
+//! the end of its sequence nor a rollback touches it. Its blocks are in no table, and in the prefix index, where
+//! prefills that match them wait.
 
 mod check;
 
@@ -39,14 +39,14 @@ pub enum Reserve {
 
 impl State {
     /// The transfer that is to fill blocks of the current match.
-    #[cold] // inlined, it would slow prefills that meet no transfer
+    #[cold] // inlined, it would slow prefills without a transfer
     pub(crate) fn awaited_transfer(&self, seq_idx: u32) -> Option<u64> {
         let number = self.pool.transfer_of(self.matched_blocks(seq_idx))?;
         Some(self.transfers.serial(number))
     }
 
     /// Reserves blocks for the first `num_tokens` tokens of a sequence: for those after the longest cached prefix, up
-    /// to the first block that an open step or another transfer brings.
+    /// to the first block of an open step or another transfer.
     pub(crate) fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
         self.at_rest(key)?;
         if !self.match_ready(key.seq_idx) {

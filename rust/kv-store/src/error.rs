@@ -197,20 +197,20 @@ impl std::fmt::Display for Notice {
             }
             Self::WriteFailed(error) => write!(
                 f,
-                "KV store: writing failed ({error}), going on without it for now"
+                "KV store: a write failed ({error}); nothing is stored until the disk recovers"
             ),
             Self::ReadFailed(error) => write!(
                 f,
-                "KV store: reading failed ({error}), the KV is computed instead"
+                "KV store: a read failed ({error}); the KV is computed instead"
             ),
             Self::Damaged(error) => write!(
                 f,
                 "KV store: {error}; the entry is dropped, the KV is computed instead"
             ),
-            Self::Stalled => {
-                f.write_str("KV store: the disk does not answer, going on without it for now")
-            }
-            Self::Recovered => f.write_str("KV store: works again"),
+            Self::Stalled => f.write_str(
+                "KV store: the disk does not answer; nothing is stored or loaded until it does",
+            ),
+            Self::Recovered => f.write_str("KV store: the disk has recovered"),
         }
     }
 }

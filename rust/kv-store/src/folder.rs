@@ -40,7 +40,7 @@ pub(crate) struct WriterLock {
 impl Drop for WriterLock {
     fn drop(&mut self) {
         if std::process::id() == self.owner {
-            let _ = self.file.unlock(); // it is closed anyway
+            let _ = self.file.unlock(); // closing unlocks it, too
         }
     }
 }
@@ -244,7 +244,7 @@ impl Disk for Folder {
         let old = rustix::fs::fstat(self.descriptor())?;
         let other = match Self::open_existing(&self.path) {
             Ok(other) => other,
-            Err(_) if old.st_nlink > 0 => return Ok(None), // moved away: its files are still there
+            Err(_) if old.st_nlink > 0 => return Ok(None), // moved: its files still exist
             Err(error) => return Err(io::Error::other(error.to_string())),
         };
         let descriptor = other.descriptor();

@@ -33,7 +33,7 @@ impl FileKind {
         }
     }
 
-    /// The segment and kind of a file of ours.
+    /// The segment and kind of a file of the store.
     pub(crate) fn parse(name: &str) -> Option<(u32, Self)> {
         let (digits, kind) = name.split_once('.')?;
         let kind = match kind {

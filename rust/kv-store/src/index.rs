@@ -58,7 +58,7 @@ pub(crate) struct Segment {
     pub(crate) data_end: u64,
     pub(crate) index_end: u64,
     pub(crate) is_condemned: bool,
-    /// Its files are gone or belong to another folder.
+    /// Its files are gone, or in another folder.
     pub(crate) is_forgotten: bool,
     entries: Vec<EntryId>,
     live: u64,
@@ -132,7 +132,7 @@ impl Index {
         self.entries.iter().enumerate().filter_map(readable)
     }
 
-    /// Registers an entry that is to be written. `None` if there are 65,536 fingerprints already.
+    /// Registers an entry to be written. `None` if there are 65,536 other fingerprints.
     pub(crate) fn begin_write(
         &mut self,
         key: BlockKey,
@@ -258,10 +258,10 @@ impl Index {
             used: 0,
             written: 0,
         };
-        let ghost = self.allocate(entry);
-        self.count(ghost, true);
+        let dropped = self.allocate(entry);
+        self.count(dropped, true);
         if !is_same {
-            return self.attach(ghost, to);
+            return self.attach(dropped, to);
         }
         let (used, readers) = (self.entry(id).used, self.entry(id).readers);
         let old = self.segment_mut(from.segment);
@@ -272,7 +272,7 @@ impl Index {
             .iter()
             .position(|&entry| entry == id)
             .expect("an entry is in its segment");
-        old.entries[position] = ghost;
+        old.entries[position] = dropped;
         self.entry_mut(id).extent = to;
         self.attach(id, to);
         let new = self.segment_mut(to.segment);

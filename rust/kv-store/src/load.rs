@@ -12,7 +12,7 @@ use crate::state::Shared;
 use crate::writer::Active;
 
 /// Records of a segment that are not in the index yet.
-struct Found {
+struct NewRecords {
     records: Vec<Record>,
     data_size: u64,
     /// Length of the valid part of the index file, in bytes.
@@ -124,12 +124,12 @@ impl Shared {
                 known => known.map_or(0, |segment| segment.index_end),
             }
         };
-        let found = if has_index {
+        let new = if has_index {
             self.read_index(segment, from)?
         } else {
             None
         };
-        let Some(found) = found else {
+        let Some(new) = new else {
             if self.is_writer {
                 self.remove_files(segment);
             }
@@ -140,7 +140,7 @@ impl Shared {
             if from == 0 {
                 state.index.add_segment(segment);
             }
-            apply(&mut state.index, segment, &found);
+            apply(&mut state.index, segment, &new);
             let live = state.index.live(segment).len();
             if live == 0 && self.is_writer {
                 state.index.condemn_segment(segment);
@@ -148,9 +148,9 @@ impl Shared {
             let known = state.index.segment_mut(segment);
             (known.data_end, known.index_end, live)
         };
-        debug_assert!(index_end <= found.index_end);
+        debug_assert!(index_end <= new.index_end);
         if self.is_writer && live > 0 {
-            // Torn tails of a crash. If one cannot be removed, it is overwritten or stays until eviction.
+            // Torn tails of a crash. One that cannot be truncated is overwritten, or removed by eviction.
             let cut = |kind: FileKind, size: u64, end: u64| match size > end {
                 true => self
                     .disk
@@ -158,8 +158,8 @@ impl Shared {
                     .and_then(|file| file.truncate(end)),
                 false => Ok(()),
             };
-            cut(FileKind::Index, found.index_size, index_end)?;
-            cut(FileKind::Data, found.data_size, data_end)?;
+            cut(FileKind::Index, new.index_size, index_end)?;
+            cut(FileKind::Data, new.data_size, data_end)?;
         }
         Ok(())
     }
@@ -171,7 +171,7 @@ impl Shared {
     }
 
     /// Reads the records from byte `from` to the first invalid one. `None`: not a segment.
-    fn read_index(&self, segment: u32, from: u64) -> io::Result<Option<Found>> {
+    fn read_index(&self, segment: u32, from: u64) -> io::Result<Option<NewRecords>> {
         let index = self.disk.open(&FileKind::Index.name(segment))?;
         let data_size = match self.disk.open(&FileKind::Data.name(segment)) {
             Ok(file) => file.size()?,
@@ -189,8 +189,8 @@ impl Shared {
             return Ok(None);
         }
         let from = from.max(header);
-        let most = self.config.max_entries.saturating_mul(2 * RECORD as u64);
-        let mut bytes = vec![0; index_size.saturating_sub(from).min(most) as usize];
+        let max_bytes = self.config.max_entries.saturating_mul(2 * RECORD as u64);
+        let mut bytes = vec![0; index_size.saturating_sub(from).min(max_bytes) as usize];
         read_exact(&*index, &mut bytes, from)?;
         let (chunks, _) = bytes.as_chunks::<RECORD>();
         let records: Vec<Record> = chunks
@@ -198,7 +198,7 @@ impl Shared {
             .map_while(|chunk| Record::decode(segment, chunk))
             .collect();
         let index_end = from + (records.len() * RECORD) as u64;
-        Ok(Some(Found {
+        Ok(Some(NewRecords {
             records,
             data_size,
             index_end,
@@ -208,9 +208,9 @@ impl Shared {
 }
 
 /// Applies records in order, up to the first without a complete entry in the data file.
-fn apply(index: &mut Index, segment: u32, found: &Found) {
+fn apply(index: &mut Index, segment: u32, new: &NewRecords) {
     let mut dropped = BTreeSet::new();
-    for record in &found.records {
+    for record in &new.records {
         let known = index.segment_mut(segment);
         let bytes = u64::from(record.header_len).saturating_add(record.payload_len);
         let extent = Extent {
@@ -233,7 +233,7 @@ fn apply(index: &mut Index, segment: u32, found: &Found) {
             RecordKind::Stored => {
                 let end = record.offset.saturating_add(bytes);
                 let is_sound = record.offset == known.data_end
-                    && end <= found.data_size
+                    && end <= new.data_size
                     && (record.header_len as usize) >= header_len(0, 0);
                 if !is_sound {
                     break;

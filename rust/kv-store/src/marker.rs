@@ -7,7 +7,7 @@ use crate::disk::{Disk, DiskFile, read_exact, write_all};
 use crate::error::OpenError;
 use crate::format::{FORMAT_VERSION, Sealer};
 
-/// The file that only one process at a time has locked.
+/// The lock file: one process at a time writes.
 pub(crate) const LOCK: &str = "lock";
 /// The marker file.
 pub(crate) const MARKER: &str = "format";
@@ -30,30 +30,30 @@ pub(crate) fn check(disk: &dyn Disk, path: &Path, text: &str) -> Result<bool, Op
         path: path.into(),
         source,
     };
-    let mut found = read(disk, MARKER).map_err(io)?;
-    if found.is_none() {
+    let mut current = read(disk, MARKER).map_err(io)?;
+    if current.is_none() {
         if is_new(disk).map_err(io)? {
             return Ok(false);
         }
-        // A power cut may take back the renaming of an earlier version, which did not sync the folder.
-        found = read(disk, NEW_MARKER).map_err(io)?;
+        // Earlier versions did not sync the folder, so a power cut may have undone the rename.
+        current = read(disk, NEW_MARKER).map_err(io)?;
     }
-    match found {
-        Some(found) if found == text => Ok(true),
-        Some(found) if found.lines().nth(1) == text.lines().nth(1) => {
+    match current {
+        Some(current) if current == text => Ok(true),
+        Some(current) if current.lines().nth(1) == text.lines().nth(1) => {
             Err(OpenError::AuthKey { path: path.into() })
         }
-        Some(found) => Err(OpenError::Format {
+        Some(current) => Err(OpenError::Format {
             path: path.into(),
-            found: (found.lines().nth(1))
+            found: (current.lines().nth(1))
                 .and_then(|line| line.strip_prefix("format "))
-                .map_or_else(|| format!("{found:?}"), str::to_owned),
+                .map_or_else(|| format!("{current:?}"), str::to_owned),
         }),
         None => Err(OpenError::NotAStore { path: path.into() }),
     }
 }
 
-/// Writes the marker file atomically, unless it exists. It is on the device before any segment is created.
+/// Writes the marker file atomically, unless it exists, and syncs it before any segment is created.
 pub(crate) fn write(disk: &dyn Disk, text: &str) -> io::Result<()> {
     if read(disk, MARKER)?.is_none() {
         if read(disk, NEW_MARKER)?.as_deref() != Some(text) {
@@ -70,10 +70,10 @@ pub(crate) fn write(disk: &dyn Disk, text: &str) -> io::Result<()> {
     disk.sync()
 }
 
-/// True if the folder holds nothing but files that a new store makes.
+/// True if the folder has no files but those of a new store.
 pub(crate) fn is_new(disk: &dyn Disk) -> io::Result<bool> {
-    let is_made_first = |name: &String| [LOCK, NEW_MARKER].contains(&name.as_str());
-    Ok(disk.names()?.iter().all(is_made_first))
+    let is_of_new_store = |name: &String| [LOCK, NEW_MARKER].contains(&name.as_str());
+    Ok(disk.names()?.iter().all(is_of_new_store))
 }
 
 fn read(disk: &dyn Disk, name: &str) -> io::Result<Option<String>> {

@@ -11,12 +11,12 @@ use crate::index::{EntryId, Extent};
 use crate::key::{Block, BlockKey, Fingerprint};
 use crate::state::{Shared, State, Work};
 
-/// Bytes per read: they fit into the processor's cache while they are hashed and copied, and are enough for BLAKE3's
+/// Bytes per read: few enough to stay in the processor's cache while they are hashed and copied, and enough for BLAKE3's
 /// widest instructions.
 const CHUNK: usize = 128 << 10;
 
 thread_local! {
-    /// A buffer per thread, reused: clearing the pages of a new one takes longer than reading an entry of its size.
+    /// A buffer per thread, reused: the system takes longer to clear new pages than to read an entry into them.
     static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -31,7 +31,7 @@ enum Fault {
 impl From<io::Error> for Fault {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::UnexpectedEof => Self::Damaged("is cut short"),
+            io::ErrorKind::UnexpectedEof => Self::Damaged("is truncated"),
             _ => Self::Io(error),
         }
     }
@@ -47,12 +47,12 @@ impl Shared {
         let given: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
         let key = block.key();
         let mut state = self.lock();
-        let found = state
+        let readable = state
             .index
             .find(&key)
             .filter(|&entry| state.index.is_readable(entry));
-        let answer = match found {
-            _ if state.look_for_stall(self.config.stall_after) => Get::Failed,
+        let answer = match readable {
+            _ if state.check_stall(self.config.stall_after) => Get::Failed,
             None => Get::Miss,
             Some(entry) => {
                 let extent = state.index.begin_read(entry);
@@ -99,9 +99,7 @@ impl Shared {
             targets.fill(chunk);
         })?;
         if hasher.finalize() != header.checksum {
-            return Err(Fault::Damaged(
-                "has a payload that its checksum contradicts",
-            ));
+            return Err(Fault::Damaged("has a payload with a wrong checksum"));
         }
         Ok(())
     }
@@ -115,7 +113,7 @@ impl Shared {
         let header =
             Header::decode(bytes, &self.sealer).ok_or(Fault::Damaged("has no valid header"))?;
         if header.key != key || header.payload_len != extent.payload_len {
-            return Err(Fault::Damaged("is another one than the index says"));
+            return Err(Fault::Damaged("contradicts the index"));
         }
         Ok(header)
     }
@@ -140,7 +138,7 @@ impl Shared {
                 state.counters.damaged += 1;
                 let (key, fingerprint) = (state.index.key(entry), state.index.fingerprint(entry));
                 state.notify(Notice::Damaged(format!("entry {key} {how}")));
-                // The entry may have been relocated meanwhile: only the extent that was read is damaged.
+                // If the entry was relocated meanwhile, its new extent is not damaged.
                 if state.index.is_readable(entry) && state.index.extent(entry) == extent {
                     state.index.condemn(entry);
                     let record = dropped(key, fingerprint, extent);
@@ -192,16 +190,14 @@ impl Shared {
         read_exact(&*file, &mut bytes, extent.offset)?;
         let header = self.header(&bytes, key, extent)?;
         if !header.is_consistent() {
-            return Err(Fault::Damaged("has a key that its tokens contradict"));
+            return Err(Fault::Damaged("has a key that does not match its tokens"));
         }
         let mut hasher = self.sealer.payload();
         for_each_chunk(&*file, extent, |chunk| {
             hasher.update(chunk);
         })?;
         if hasher.finalize() != header.checksum {
-            return Err(Fault::Damaged(
-                "has a payload that its checksum contradicts",
-            ));
+            return Err(Fault::Damaged("has a payload with a wrong checksum"));
         }
         Ok(())
     }
@@ -238,7 +234,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
 fn for_each_chunk(
     file: &dyn DiskFile,
     extent: Extent,
-    mut each: impl FnMut(&[u8]),
+    mut visit: impl FnMut(&[u8]),
 ) -> io::Result<()> {
     let mut offset = extent.offset + u64::from(extent.header_len);
     let end = offset + extent.payload_len;
@@ -247,7 +243,7 @@ fn for_each_chunk(
         while offset < end {
             let chunk = &mut buffer[..CHUNK.min((end - offset) as usize)];
             read_exact(file, chunk, offset)?;
-            each(chunk);
+            visit(chunk);
             offset += chunk.len() as u64;
         }
         Ok(())

@@ -56,14 +56,14 @@ pub(crate) struct State {
     pub(crate) index: Index,
     pub(crate) queue: VecDeque<Work>,
     pub(crate) queued_bytes: u64,
-    pub(crate) spare: Vec<Vec<u8>>, // payload buffers to be used again
+    pub(crate) spare: Vec<Vec<u8>>, // payload buffers to reuse
     pub(crate) limit: u64,
     pub(crate) counters: Counters,
     pub(crate) suspended_until: Option<Instant>,
     pub(crate) is_closing: bool,
-    pub(crate) is_busy: bool, // the writer is at work
+    pub(crate) is_busy: bool, // the writer has work in progress
     pub(crate) has_writer: bool,
-    /// Held until the writer ends: a stalled disk must not get a second writer.
+    /// Held until the writer ends, so that a stalled disk gets no second writer.
     pub(crate) writer_lock: Option<Box<dyn Send>>,
     pub(crate) next_segment: u32,
     notices: Vec<Notice>,
@@ -175,7 +175,7 @@ impl Drop for Operation<'_> {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.operations.remove(&self.number);
-        state.look_for_stall(self.shared.config.stall_after);
+        state.check_stall(self.shared.config.stall_after);
     }
 }
 
@@ -188,7 +188,7 @@ impl State {
     }
 
     /// True if the oldest operation takes longer than `stall_after`.
-    pub(crate) fn look_for_stall(&mut self, stall_after: Duration) -> bool {
+    pub(crate) fn check_stall(&mut self, stall_after: Duration) -> bool {
         let is_stalled = self
             .operations
             .values()

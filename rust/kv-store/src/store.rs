@@ -20,7 +20,7 @@ use crate::usage::FingerprintUsage;
 use crate::writer::Writer;
 
 const MAX_QUEUED: u64 = 65_536;
-const LOOK_FOR_STALL: Duration = Duration::from_millis(50);
+const STALL_CHECK: Duration = Duration::from_millis(50);
 
 /// KV-cache blocks on disk. All methods may be called from any thread.
 ///
@@ -55,7 +55,7 @@ impl Store {
     /// Opens a folder, or creates one that only its owner can enter. [`Access::Read`] creates and changes nothing.
     pub fn open(path: impl AsRef<Path>, config: Config) -> Result<Self, OpenError> {
         config.check()?;
-        // Without slashes and dots at the end, after which the system would follow a symbolic link.
+        // Without trailing slashes and dots, which would make the system follow a symbolic link.
         let path: PathBuf = path.as_ref().components().collect();
         let io = |source| OpenError::Io {
             path: path.clone(),
@@ -160,8 +160,7 @@ impl Store {
         let mut state = self.shared.lock();
         let config = &self.shared.config;
         let waiting = state.index.usage().writing.entries;
-        let found = state.index.find(&key);
-        let reason = match found {
+        let reason = match state.index.find(&key) {
             Some(entry) => {
                 state.counters.known += 1;
                 state.index.touch(entry);
@@ -170,7 +169,7 @@ impl Store {
             None if !self.shared.is_writer => DropReason::ReadOnly,
             None if state.is_closing || !state.has_writer => DropReason::Closed,
             None if header as u64 + bytes + 16 > config.segment_bytes => DropReason::TooLarge,
-            None if state.look_for_stall(config.stall_after) || state.is_suspended() => {
+            None if state.check_stall(config.stall_after) || state.is_suspended() => {
                 DropReason::Suspended
             }
             None if state.queued_bytes + bytes > config.queue_bytes || waiting >= MAX_QUEUED => {
@@ -225,19 +224,19 @@ impl Store {
     /// Counts a use of an entry, as [`put`](Self::put) does. False if neither index nor queue has this key.
     pub fn touch(&self, key: &BlockKey) -> bool {
         let mut state = self.shared.lock();
-        let found = state.index.find(key);
-        if let Some(entry) = found {
+        let entry = state.index.find(key);
+        if let Some(entry) = entry {
             state.counters.known += 1;
             state.index.touch(entry);
         }
-        found.is_some()
+        entry.is_some()
     }
 
     /// Number of blocks at the beginning of `keys` that are readable without a gap: the longest stored prefix, or how
-    /// far it continues one that is cached elsewhere. By the keys in memory; [`get`](Self::get) verifies the entries.
+    /// far it continues one that is cached elsewhere. It looks up keys in memory; [`get`](Self::get) verifies the entries.
     pub fn stored_blocks(&self, keys: &[BlockKey]) -> usize {
         let mut state = self.shared.lock();
-        if state.look_for_stall(self.shared.config.stall_after) {
+        if state.check_stall(self.shared.config.stall_after) {
             return 0;
         }
         let is_readable = |key: &&BlockKey| {
@@ -254,7 +253,7 @@ impl Store {
         self.shared.wait_idle(Instant::now() + timeout)
     }
 
-    /// Syncs all writes, also those before this store was opened: they then survive a power failure. An error if that
+    /// Syncs all writes, also those before this store was opened, so that they survive a power failure. An error if that
     /// fails or the disk stalls.
     pub fn sync(&self) -> io::Result<()> {
         match self.ask(Work::Sync) {
@@ -279,12 +278,12 @@ impl Store {
         self.shared.enqueue(&mut state, work(answer));
         drop(state);
         loop {
-            match receiver.recv_timeout(LOOK_FOR_STALL) {
+            match receiver.recv_timeout(STALL_CHECK) {
                 Ok(answer) => return Some(answer),
                 Err(mpsc::RecvTimeoutError::Disconnected) => return None,
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     let stall_after = self.shared.config.stall_after;
-                    if self.shared.lock().look_for_stall(stall_after) {
+                    if self.shared.lock().check_stall(stall_after) {
                         return None;
                     }
                 }
@@ -375,7 +374,7 @@ impl Store {
     pub fn stats(&self) -> Stats {
         let mut state = self.shared.lock();
         Stats {
-            is_stalled: state.look_for_stall(self.shared.config.stall_after),
+            is_stalled: state.check_stall(self.shared.config.stall_after),
             usage: state.index.usage(),
             disk_bytes: state.index.disk_bytes(),
             limit_bytes: state.limit,
@@ -429,7 +428,7 @@ impl Store {
     }
 }
 
-/// Whether an error says that this process may only read.
+/// True if an error means that this process cannot write.
 fn is_unwritable(error: &io::Error) -> bool {
     matches!(
         error.kind(),

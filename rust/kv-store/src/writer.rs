@@ -14,7 +14,7 @@ use crate::index::{Extent, Index};
 use crate::state::{Shared, Work, WriteJob};
 
 /// After a fault, the writer checks its folder and the free space at least this often.
-const LOOK_AFTER: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The segment that entries are appended to.
 pub(crate) struct Active {
@@ -31,7 +31,7 @@ pub(crate) struct Writer {
     /// True if names of files are unsynced.
     are_names_unsynced: bool,
     /// When it last checked its folder and the free space.
-    last_look: Instant,
+    last_check: Instant,
 }
 
 fn is_full(error: &io::Error) -> bool {
@@ -47,7 +47,7 @@ pub(crate) fn now() -> u64 {
         .map_or(0, |since| since.as_secs())
 }
 
-/// Ends the writer in the shared state even if it panics.
+/// Marks the writer as ended in the shared state, even if it panics.
 struct Ended<'a>(&'a Shared);
 
 impl Drop for Ended<'_> {
@@ -66,9 +66,9 @@ impl Writer {
         Self {
             shared,
             active,
-            unsynced, // as far as this process knows
+            unsynced, // an earlier process may have left them so
             are_names_unsynced: true,
-            last_look: Instant::now(),
+            last_check: Instant::now(),
         }
     }
 
@@ -123,7 +123,7 @@ impl Writer {
         let result = match is_suspended {
             true => None,
             false => Some(
-                self.look_at_disk()
+                self.check_disk()
                     .and_then(|()| self.append_job(&job))
                     .or_else(|error| self.retry_full(&job, error)),
             ),
@@ -162,17 +162,17 @@ impl Writer {
 
     /// Checks whether the folder was replaced, and raises the limit if the free space has grown. At most once
     /// a second, and after each failed write. An error if the folder is gone.
-    fn look_at_disk(&mut self) -> io::Result<()> {
+    fn check_disk(&mut self) -> io::Result<()> {
         let (has_failed, is_lowered) = {
             let state = self.shared.lock();
             let is_lowered = state.limit < self.shared.config.max_bytes;
             (state.suspended_until.is_some(), is_lowered)
         };
-        let interval = LOOK_AFTER.min(self.shared.config.retry_after);
-        if !has_failed && self.last_look.elapsed() < interval {
+        let interval = CHECK_INTERVAL.min(self.shared.config.retry_after);
+        if !has_failed && self.last_check.elapsed() < interval {
             return Ok(());
         }
-        self.last_look = Instant::now();
+        self.last_check = Instant::now();
         let shared = Arc::clone(&self.shared);
         let _operation = shared.operation();
         let held = shared.disk.reopen()?;
@@ -191,7 +191,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A full disk lowers the limit to the bytes that the store has.
+    /// Lowers the limit of a full disk to the bytes that the store has, and tries once more.
     fn retry_full(&mut self, job: &WriteJob, error: io::Error) -> io::Result<Extent> {
         if !is_full(&error) {
             return Err(error);
@@ -303,7 +303,7 @@ impl Writer {
         let shared = Arc::clone(&self.shared);
         let _operation = shared.operation();
         for segment in self.unsynced.clone() {
-            let is_there = |index: &Index| {
+            let exists = |index: &Index| {
                 index
                     .segments
                     .get(&segment)
@@ -316,7 +316,7 @@ impl Writer {
             if let Some(active) = active {
                 active.data.sync()?;
                 active.index.sync()?;
-            } else if is_there(&shared.lock().index) {
+            } else if exists(&shared.lock().index) {
                 for kind in [FileKind::Data, FileKind::Index] {
                     shared.disk.open_writable(&kind.name(segment))?.sync()?;
                 }

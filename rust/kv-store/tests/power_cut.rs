@@ -138,7 +138,7 @@ impl DiskFile for LoggedFile {
     }
 }
 
-/// What becomes of changes that were not synced.
+/// The fate of changes that were not synced.
 #[derive(Clone, Copy, Debug)]
 enum Unsynced {
     Kept,

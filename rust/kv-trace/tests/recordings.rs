@@ -271,7 +271,7 @@ fn a_manager_with_a_past_is_not_recorded() {
     assert_eq!(m.record(Recording::default()), Err(error));
 }
 
-/// While it is recorded, the manager lets go of a pin's blocks; of one on nothing it says nothing.
+/// During a recording, the manager releases a pin's blocks; an empty pin is not recorded.
 #[test]
 fn pins_are_recorded_until_they_go() {
     let recording = Recording::default();

@@ -118,7 +118,7 @@ def test_verify_names_damaged_entries_and_leaves_them(folder: Path) -> None:
         r"damaged: ([0-9a-f]{64})\n3 entries whole, 1 damaged, .*\n", result.stdout
     )
     assert named is not None
-    assert f"entry {named[1]} has a payload that its checksum contradicts" in result.stderr
+    assert f"entry {named[1]} has a payload with a wrong checksum" in result.stderr
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

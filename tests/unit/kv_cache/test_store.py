@@ -248,7 +248,7 @@ def test_a_damaged_block_is_never_loaded(store: KVStore, filled: Arrays, folder:
     assert len(stored.load(memory(target), [(i, 0, i) for i in range(4)])) == 2
     assert (stored.stored_blocks(), store.stats()["damaged"]) == (2, 1)
     (notice,) = store.take_notices()
-    assert "payload that its checksum contradicts" in notice
+    assert "payload with a wrong checksum" in notice
     assert store.take_notices() == []
     assert len(stored.store(memory(filled), [(2, 0, 2)])) == 1
     assert store.flush(MINUTE)

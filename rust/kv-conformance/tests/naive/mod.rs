@@ -37,12 +37,12 @@ pub(crate) mod flaw {
 }
 
 /// A namespace, and the tokens up to the end of a block.
-type Content = (u8, Vec<u32>);
+type PrefixKey = (u8, Vec<u32>);
 
 #[derive(Clone, Default)]
 struct Block {
     refs: usize,
-    content: Option<Content>,
+    prefix: Option<PrefixKey>,
     last_used: u64,
 }
 
@@ -74,21 +74,21 @@ impl Naive {
         }
     }
 
-    fn find(&self, (namespace, tokens): &Content) -> Option<u32> {
+    fn find(&self, (namespace, tokens): &PrefixKey) -> Option<u32> {
         let own = |tokens: &[u32]| tokens[tokens.len() - self.block_size..].to_vec();
-        let same = |content: &Content| match self.flaw {
-            flaw::IGNORES_PREFIX => content.0 == *namespace && own(&content.1) == own(tokens),
-            flaw::IGNORES_NAMESPACE => content.1 == *tokens,
-            _ => content.0 == *namespace && content.1 == *tokens,
+        let same = |prefix: &PrefixKey| match self.flaw {
+            flaw::IGNORES_PREFIX => prefix.0 == *namespace && own(&prefix.1) == own(tokens),
+            flaw::IGNORES_NAMESPACE => prefix.1 == *tokens,
+            _ => prefix.0 == *namespace && prefix.1 == *tokens,
         };
-        let is_same = |block: &Block| block.content.as_ref().is_some_and(same);
+        let is_same = |block: &Block| block.prefix.as_ref().is_some_and(same);
         self.blocks
             .iter()
             .position(is_same)
             .map(|block| block as u32)
     }
 
-    fn content(&self, id: u64, index: usize) -> Content {
+    fn prefix(&self, id: u64, index: usize) -> PrefixKey {
         let sequence = &self.sequences[&id];
         let end = (index + 1) * self.block_size;
         (sequence.namespace, sequence.tokens[..end].to_vec())
@@ -123,13 +123,13 @@ impl Naive {
         let mut table = cached.to_vec();
         for _ in 0..needed {
             let unused = |(_, block): &(usize, &Block)| block.refs == 0;
-            let order = |(_, block): &(usize, &Block)| (block.content.is_some(), block.last_used);
+            let order = |(_, block): &(usize, &Block)| (block.prefix.is_some(), block.last_used);
             let blocks = self.blocks.iter().enumerate();
             let (victim, _) = blocks.filter(unused).min_by_key(order).expect("counted");
             let block = &mut self.blocks[victim];
             block.refs = 1;
             if self.flaw != flaw::MATCHES_EVICTED {
-                block.content = None;
+                block.prefix = None;
             }
             table.push(victim as u32);
         }
@@ -145,15 +145,15 @@ impl Naive {
     /// Caches full blocks, or takes those that are cached already.
     fn register(&mut self, id: u64, computed: usize) {
         for index in 0..computed / self.block_size {
-            let content = self.content(id, index);
+            let prefix = self.prefix(id, index);
             let own = self.sequences[&id].table[index];
-            match self.find(&content) {
+            match self.find(&prefix) {
                 Some(other) if other != own && self.flaw != flaw::NEVER_MERGES => {
                     self.blocks[other as usize].refs += 1;
                     self.release(&[own]);
                     self.sequences.get_mut(&id).expect("added").table[index] = other;
                 }
-                _ => self.blocks[own as usize].content = Some(content),
+                _ => self.blocks[own as usize].prefix = Some(prefix),
             }
         }
     }
@@ -190,7 +190,7 @@ impl BlockManager for Naive {
         };
         let max_cached = if computed == 0 { max_cached } else { 0 };
         let cached: Vec<u32> = (0..max_cached)
-            .map_while(|index| self.find(&self.content(id, index)))
+            .map_while(|index| self.find(&self.prefix(id, index)))
             .collect();
         let from = computed + cached.len() * self.block_size;
         let to = len.min(from + max_tokens);

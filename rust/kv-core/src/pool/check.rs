@@ -63,7 +63,7 @@ impl Pool {
         })
     }
 
-    /// The tree names the block id of a cached block, and the block id names the cached block.
+    /// Cached blocks refer to their block ids, and block ids to their cached blocks.
     fn check_cached(&self) -> Result<(), String> {
         let groups = self.tree.groups();
         for position in self.tree.cached() {
@@ -88,7 +88,7 @@ impl Pool {
                 && self.tree.contains(cached)
                 && self.tree.block(cached, group) == Some(id);
             ensure(named, || {
-                format!("{id:?} holds {cached:?}, which names another block")
+                format!("{id:?} holds {cached:?}, which is in another block")
             })?;
         }
         Ok(())
@@ -248,13 +248,13 @@ mod tests {
         }),
         ("BlockId(5) is of group 3", |s| meta(s, 5).group = 3),
         (
-            "BlockId(5) holds NodePosition { node: NodeId(1), offset: 2 }, which names another block",
+            "BlockId(5) holds NodePosition { node: NodeId(1), offset: 2 }, which is in another block",
             |s| {
                 s.pool.cached[5] = s.pool.cached[1];
             },
         ),
         (
-            "BlockId(5) holds NodePosition { node: NodeId(1), offset: 9 }, which names another block",
+            "BlockId(5) holds NodePosition { node: NodeId(1), offset: 9 }, which is in another block",
             |s| {
                 s.pool.cached[5] = s.pool.cached[1];
                 s.pool.cached[5].offset = 9;

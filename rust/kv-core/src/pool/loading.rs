@@ -1,6 +1,6 @@
-//! Blocks that transfers are to fill. A transfer holds each of them until it ends, and no table contains one, so they
-//! are neither evicted nor read. While one is in the prefix index, a match ends before it, and a prefill that would
-//! match it waits.
+//! Blocks that transfers are to fill. A transfer holds them until it ends, and no table contains them, so they are
+//! neither evicted nor read. A match ends before one that is in the prefix index, and a prefill that would match it
+//! waits.
 
 use super::Pool;
 use crate::ids::{BlockId, NodePosition};
@@ -11,7 +11,7 @@ impl Pool {
         self.queue.meta(block).loading
     }
 
-    /// The number of the transfer that is to fill the first loading one of these cached blocks.
+    /// The number of the transfer of the first loading block among these cached ones.
     pub(crate) fn transfer_of(&self, mut blocks: impl Iterator<Item = BlockId>) -> Option<u32> {
         let loading = blocks.find(|&block| self.is_loading(block));
         loading.map(|block| self.queue.meta(block).step)
@@ -48,7 +48,7 @@ impl Pool {
         self.tree.append(position, tokens, &blocks)
     }
 
-    /// The transfer of a block has ended: it is cached as if `step` had computed it, or not at all.
+    /// Ends the transfer of a block: it is cached as if `step` had computed it, or not at all.
     pub(crate) fn end_loading(&mut self, block: BlockId, step: Option<u32>) {
         self.loading -= 1;
         self.queue.meta_mut(block).loading = false;

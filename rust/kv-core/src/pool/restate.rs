@@ -11,7 +11,7 @@ impl Pool {
     pub(super) fn append_cached(&mut self, events: &mut Vec<Event>) {
         let ready = self.ready();
         let runs =
-            ready.chunk_by(|one, next| one.node == next.node && one.offset + 1 == next.offset);
+            ready.chunk_by(|last, next| last.node == next.node && last.offset + 1 == next.offset);
         let mut depths = HashMap::new();
         let mut runs: Vec<_> = runs
             .map(|run| {
@@ -25,7 +25,7 @@ impl Pool {
         }
     }
 
-    /// The number of nodes above a node. `known` keeps what was counted.
+    /// The depth of a node. `known` caches depths.
     fn depth(&self, node: NodeId, known: &mut HashMap<NodeId, usize>) -> usize {
         let (mut path, mut at) = (Vec::new(), Some(node));
         let mut depth = loop {

@@ -1,6 +1,6 @@
 //! The index of radix nodes: a sharded hash table that stores each node's hash beside its id.
 //!
-//! A table that grows moves all of its entries. A sharded one grows shard by shard, and reads no node for that.
+//! A table that grows moves all of its entries. A sharded one grows shard by shard, without reading nodes.
 
 use hashbrown::HashTable;
 
@@ -23,7 +23,7 @@ pub(super) struct Index {
     shards: Vec<HashTable<Indexed>>,
 }
 
-/// The hash as the table wants it: it looks at the low bits and at the highest seven.
+/// Spreads a hash for the table, which uses the low bits and the highest seven.
 fn spread(hash: u32) -> u64 {
     u64::from(hash) << 32 | u64::from(hash)
 }

@@ -29,7 +29,7 @@ struct CopySource {
     tokens: usize,
 }
 
-/// How many of `rest` tokens from `start` on to compute, at most `max_tokens`: up to a block boundary if not all.
+/// How many of `rest` tokens from `start` on to compute: at most `max_tokens`, up to a block boundary if not all.
 fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
     if rest <= max_tokens {
         return rest;
@@ -51,7 +51,7 @@ impl State {
     ) -> Result<Vec<usize>, Error> {
         let plan = self.steps.newest_plan(plan)?;
         let (bit, before) = (plan.bit, plan.entries.len());
-        // No block is allocated before all sequences were checked.
+        // All sequences are checked before any block is allocated.
         let mut position = self.push_decodes(sequences, lookahead);
         if let Err(error) = check_decodes(self, bit, &sequences[position..]) {
             self.steps.beginning.clear();
@@ -253,7 +253,7 @@ impl State {
         self.groups_shared_at(seq_idx, position, |block| self.pool.seq_refs(block) > 1)
     }
 
-    /// Layer groups whose block at `position` was shared with a fork, and is `held` by others or cached still.
+    /// Layer groups whose block at `position` was shared with a fork, and is still `held` by others or cached.
     pub(super) fn groups_shared_at(
         &self,
         seq_idx: u32,
@@ -395,8 +395,7 @@ impl State {
         seen.map(|(_, &block)| block)
     }
 
-    /// Blocks of the current match, as far as a token after it reads them, and of the copy source that are evictable
-    /// now.
+    /// Evictable blocks among those of the copy source and those of the current match that a later token reads.
     fn num_revived(&self, seq_idx: u32, source: Option<CopySource>) -> usize {
         let source = source.into_iter();
         let source = source.flat_map(|source| self.pool.tree().blocks(source.position));

@@ -1,4 +1,4 @@
-//! Commit: caches what the step has computed.
+//! Commit: caches the blocks that the step has filled.
 //!
 //! Each block that became full is looked up once more (late merge), so no prefix has two cached blocks.
 
@@ -258,7 +258,7 @@ impl State {
 
     /// Appends the token of each decode of a committed plan. Adds sequences with a logical block to register to `full`,
     /// and those that end to `dropped`.
-    #[inline(never)] // inlined into a commit, its loop would not be in registers
+    #[inline(never)] // inlined into a commit, its loop would spill registers
     fn close_decodes<'a>(
         &mut self,
         plan: PlanSet,

@@ -11,8 +11,8 @@ use crate::pool::Purpose;
 use crate::state::State;
 
 impl State {
-    /// Matches the tokens after a sequence's position into `self.matched`, as far as they can be read now. False if it
-    /// is not on a block boundary, has lookahead slots, or may not read the cache.
+    /// Matches the tokens after a sequence's position into `self.matched`, up to the first block that is not ready. False
+    /// if it is not on a block boundary, has lookahead slots, or may not read the cache.
     pub(crate) fn match_ready(&mut self, seq_idx: u32) -> bool {
         let seq = self.seqs.at(seq_idx);
         seq.table.end() == seq.registered.end() && self.find_match(seq_idx, Purpose::Read)
@@ -85,7 +85,7 @@ impl State {
         })
     }
 
-    /// As `must_copy`, and blocks that an open step is still to copy.
+    /// As `must_copy`, also for blocks that an open step is to copy.
     fn held_by_others(&self, seq_idx: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         self.groups_shared_at(seq_idx, position, |block| self.pool.refs(block) > 1)
     }

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::ids::{PlanKey, SeqKey};
 use crate::state::State;
 
-/// The sum of callers' counts, which may be too large for one.
+/// The sum of callers' counts, saturating.
 pub(super) fn total(counts: &[usize]) -> usize {
     counts.iter().copied().fold(0, usize::saturating_add)
 }
@@ -102,7 +102,7 @@ impl State {
         let entry = &mut plan.entries[at];
         entry.new_indices += (seq.table.end() - before) as u32;
         let indices = match entry.details {
-            None => before - new_indices as usize, // what a plain decode allocates is not in a journal
+            None => before - new_indices as usize, // a plain decode's allocation is in no journal
             Some(_) => before,
         };
         let decode = || Details::new(Work::Decode);

@@ -9,11 +9,11 @@ use crate::sequence::{Registered, SampleRow};
 use crate::state::State;
 use crate::table::BlockTable;
 
-/// Tokens of a plan's entry that need blocks.
+/// Tokens of an entry that need blocks.
 pub(super) struct NewTokens {
-    /// Those that the step computes.
+    /// Tokens that the step computes.
     pub(super) computed: usize,
-    /// Positions after these.
+    /// Lookahead positions after these.
     pub(super) lookahead: usize,
 }
 
@@ -27,7 +27,7 @@ impl NewTokens {
 }
 
 impl State {
-    /// Puts a sequence into the plan. A prefill reuses the current match; then it allocates blocks for the new tokens.
+    /// Adds a sequence to the plan. A prefill reuses the current match; then it allocates blocks for the new tokens.
     /// Blocks and budget were checked before. `details`: `None` for a decode.
     pub(super) fn enter(
         &mut self,
@@ -166,7 +166,7 @@ impl State {
         for group in shared {
             let copy = self.allocate_one();
             let source = self.replace_block(seq_idx, group, index, copy);
-            // Pinned until the plan is closed: it is still to be read.
+            // Pinned until the plan is closed, as the copy reads it.
             self.pin(source);
             self.pool.release(source);
             self.steps.newest().add_copies([(source, copy)]);
@@ -201,8 +201,8 @@ impl State {
 }
 
 impl State {
-    /// Puts the current match into a table. Blocks that no token to be computed reads leave the table, so that it
-    /// has no gap; they go to `slid`, still held. Returns how many blocks were inserted, and how many of them an
+    /// Inserts the current match into a table. Blocks that no later token reads leave the table, so that it has no gap;
+    /// they are added to `slid`, still held. Returns how many blocks were inserted, and how many of them an
     /// open step computes.
     #[inline]
     pub(super) fn insert_match(

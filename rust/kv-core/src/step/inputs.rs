@@ -1,7 +1,7 @@
 //! Filling the inputs of a step into the caller's arrays.
 //!
-//! The arrays are views of memory that other code can see too (a NumPy array, a pinned tensor), perhaps
-//! while it is written: each element is a relaxed atomic.
+//! Other code may read the arrays (a NumPy array, a pinned tensor) while they are written, so each element is a relaxed
+//! atomic.
 
 use std::borrow::Cow;
 
@@ -80,23 +80,23 @@ pub struct StepArrays<'a> {
     pub logits_indices: IntArray<'a>,
 }
 
-/// The block tables that a set of arrays holds, so that only changes are written.
+/// Versions of the block tables in a set of arrays, so that only changes are written.
 #[derive(Debug, Default)]
 pub struct TableRows {
     /// The manager of the tables.
     manager: Option<u32>,
-    /// By row, the table that was written.
+    /// By row, the version that was written.
     rows: Vec<Written>,
     /// Rows to write again.
     changed: Vec<u32>,
     /// Rows of the last batch.
     batch: usize,
-    /// Set once shared prefixes are computed. It changes whenever rows may share other blocks than before, not when a row
-    /// grows by unshared blocks.
+    /// Set once shared prefixes are computed. It changes when rows may share other blocks, not when a row grows by unshared
+    /// blocks.
     pub(super) version: Option<ArraysVersion>,
 }
 
-/// A version of the block tables in the arrays of a number.
+/// A version of the block tables in numbered arrays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ArraysVersion {
     pub(super) arrays: u64,

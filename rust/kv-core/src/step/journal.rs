@@ -6,8 +6,8 @@ use crate::table::BlockTable;
 
 /// A change that planning an entry made.
 pub(super) enum Change {
-    /// Matched logical blocks were inserted after the registered ones of `before`; `slid`: blocks that no token to be
-    /// computed reads, by group, last one first. The plan pins them.
+    /// Matched logical blocks were inserted after the registered ones of `before`. `slid`: blocks that no later token
+    /// reads, by group, last one first; the plan pins them.
     Matched {
         before: Registered,
         indices: usize,

@@ -182,7 +182,7 @@ impl Entry {
     }
 }
 
-/// An open step. The blocks that it computes carry its number, and are ready once it is closed.
+/// An open step. The blocks that it computes have its number, and are ready once it is closed.
 pub(super) struct Plan {
     pub(super) key: PlanKey,
     /// Its bit in [`Sequence::plans`](crate::sequence::Sequence::plans).
@@ -271,8 +271,8 @@ impl Plan {
         self.decodes + others.iter().filter(|entry| entry.samples()).count()
     }
 
-    /// The plan's number as blocks carry it. It wraps after 2^32 steps: a block that old, mistaken for one of an
-    /// open step, is missed by a pin once, and nothing else.
+    /// The plan's number in blocks. It wraps after 2^32 steps: a block that old may be taken for one of an open step,
+    /// and is then missed by one pin.
     pub(super) fn step(&self) -> u32 {
         self.key.serial as u32
     }

@@ -1,10 +1,10 @@
 //! Rows of a batch that share leading blocks, for kernels that read a shared block once for all of its rows.
 //!
-//! Registered blocks of two tables are the same block if they are the same block of the radix tree. So the path of each
-//! sequence through the tree says what it shares, node by node, however long the prefix is. Blocks that are shared
-//! without being registered (forks without a cache) are compared one by one.
+//! Registered blocks of two tables are the same block if they are the same block of the radix tree. So sequences share
+//! what their paths through the tree have in common, which is compared node by node. Blocks that are shared without
+//! being registered (forks without a cache) are compared one by one.
 //!
-//! While a batch stays the same, nothing is compared: `fill` keeps a version of the tables.
+//! Nothing is compared while a batch stays the same: `fill` keeps a version of the tables.
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use crate::sequence::Sequence;
 use crate::state::State;
 use crate::table::BlockTable;
 
-/// Arrays with a version so far.
+/// Arrays that have got a version.
 static NUM_ARRAYS: AtomicU64 = AtomicU64::new(0);
 
 /// Shared prefixes of the rows of a batch, in one layer group: a tree.
@@ -34,7 +34,7 @@ pub struct SharedPrefixes {
     own: Vec<u32>,
     prefixes: Vec<SharedPrefix>,
     version: u64,
-    /// The tables that they were computed from, unless the next fill may find more in the same tables.
+    /// The tables that they were computed from; `None` if rows may share more once they have advanced.
     source: Option<Source>,
     paths: Paths,
     /// How many leading blocks each row of the order has in common with the one before.
@@ -45,7 +45,7 @@ pub struct SharedPrefixes {
 #[derive(Clone, Copy, Debug)]
 struct Source {
     tables: ArraysVersion,
-    /// In an earlier step, rows may begin earlier.
+    /// The step: in an earlier one, rows may begin earlier.
     step: u64,
 }
 
@@ -85,9 +85,9 @@ impl Paths {
     }
 
     /// Leading blocks that two rows have in common.
-    fn common(&self, one: u32, other: u32) -> u32 {
+    fn common(&self, a: u32, b: u32) -> u32 {
         let mut common = 0;
-        for (a, b) in self.of(one).iter().zip(self.of(other)) {
+        for (a, b) in self.of(a).iter().zip(self.of(b)) {
             if a.0 == b.0 {
                 common = a.1.min(b.1);
             }
@@ -207,7 +207,7 @@ impl SharedPrefixes {
         };
     }
 
-    /// Computes the prefixes from the order and from what its neighbours have in common.
+    /// Computes the prefixes from the order and the common blocks of neighbours.
     fn build(&mut self) {
         let mut own = Vec::new();
         self.prefixes = prefixes(&self.common, self.min_blocks, self.min_rows, &mut own);
@@ -269,8 +269,8 @@ impl State {
         Ok(())
     }
 
-    /// Orders the rows and finds what neighbours have in common. False if the same tables may have more in common
-    /// once their rows have advanced.
+    /// Orders the rows and counts the common blocks of neighbours. False if rows of the same tables may share more once
+    /// they have advanced.
     fn compare_rows(&self, plan: &Plan, shared: &mut SharedPrefixes) -> bool {
         let rows = plan.entries.len();
         if self.groups.is_window(shared.group) {
@@ -301,7 +301,7 @@ impl State {
         is_final
     }
 
-    /// The same, block by block.
+    /// As `compare_rows`, block by block.
     #[cold]
     fn compare_tables(&self, plan: &Plan, shared: &mut SharedPrefixes) {
         let tables = plan.entries.iter().map(|entry| {

@@ -129,7 +129,7 @@ impl Steps {
         let limit = sequences.len().min(plan.budget_left);
         let (before, samples) = (plan.entries.len(), plan.num_samples..);
         let (bit, size) = (plan.bit, groups.size());
-        // In registers, not in the plan: the compiler cannot know that a sequence is not part of it.
+        // A local, so that it stays in registers: the compiler cannot rule out that a sequence aliases the plan.
         let mut entries = std::mem::take(&mut plan.entries);
         entries.reserve(limit);
         for (&key, sample) in sequences[..limit].iter().zip(samples) {
@@ -137,9 +137,9 @@ impl Steps {
                 break;
             };
             let start = seq.planned_end;
-            // Reads the table, which lies elsewhere in memory, only where a logical block begins.
+            // The table is in another cache line: read only where a logical block begins.
             let begins = size.begins_index(start) && seq.table.end() == size.index_of(start);
-            // There is capacity; checked here, `push` does not grow the vector.
+            // Never at capacity; the check keeps `push` from compiling a reallocation.
             if begins && indices_left == self.beginning.len() || entries.len() == entries.capacity()
             {
                 break;

@@ -1,4 +1,4 @@
-//! Undo: taking one sequence, or everything, out of the newest plan.
+//! Undo: removes one sequence, or all, from the newest plan.
 
 use std::collections::HashSet;
 
@@ -140,8 +140,8 @@ impl State {
     }
 }
 
-/// The entry at `first` and all later ones that depend on it, directly or not: they share blocks that it computes,
-/// or write in place in a block that it left to them, because it writes on a copy.
+/// The entry at `first` and all later ones that depend on it, directly or not: they share blocks that it computes, or
+/// write in place to a block that it copied.
 fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
     let mut dependents = vec![first];
     let details = entries[first].details.as_ref();

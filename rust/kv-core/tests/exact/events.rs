@@ -40,11 +40,11 @@ fn parents_are_stored_first_and_when_the_step_is_committed() {
     commit(&mut m, plan.key());
     assert_eq!(m.take_events(), stored(&m, &prompt(12)));
     assert_eq!(m.take_events(), []);
-    let mut contents = m.cached_hashes();
+    let mut cached = m.cached_hashes();
     let mut expected = hashes(&m, &prompt(12));
-    contents.sort_unstable();
+    cached.sort_unstable();
     expected.sort_unstable();
-    assert_eq!(contents, expected);
+    assert_eq!(cached, expected);
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn computing_starts_behind_the_copied_tokens() {
     assert_eq!((stats.copied_blocks, stats.hit_blocks), (1, 2));
     assert_eq!(stats.cached_tokens, 10);
     assert_eq!(stats.computed_tokens - before.computed_tokens, 3);
-    // The copy is a content like others once it is full.
+    // The copy is cached like other blocks once it is full.
     assert_eq!(stats.registered_blocks - before.registered_blocks, 1);
     let view = m.view(seq.key()).expect("live");
     assert_eq!(

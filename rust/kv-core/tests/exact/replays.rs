@@ -96,7 +96,7 @@ fn a_full_hit_is_a_replay_of_one() {
     }
 }
 
-/// What is replayed is so in one step; a chunk ends on a boundary if that is behind it.
+/// Tokens are replayed in one step; a chunk ends on a block boundary if that is after them.
 #[test]
 fn a_replay_is_whole_or_not_at_all() {
     for (budget, expected) in [

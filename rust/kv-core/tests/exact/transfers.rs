@@ -299,7 +299,7 @@ fn filled_indices_are_those_that_every_group_has() {
     assert_eq!(transfer.filled_indices(&[all[1], other]), Err(other));
 }
 
-/// What a sequence does meanwhile: it is reset, forked, or appended to.
+/// Changes of a sequence meanwhile: it is reset, forked, or appended to.
 #[test]
 fn the_sequence_may_change_meanwhile() {
     let mut m = manager(8);

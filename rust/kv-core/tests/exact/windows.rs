@@ -148,7 +148,7 @@ fn a_match_needs_the_rows_of_the_window_only() {
     }
 }
 
-/// Two open steps: a content that the later one is to compute is not registered by the earlier one.
+/// Two open steps: a block that the later one is to compute is not registered by the earlier one.
 #[test]
 fn a_content_of_the_next_step_is_asked_for_again_later() {
     for rolled_back in [false, true] {

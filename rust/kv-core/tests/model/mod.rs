@@ -1,5 +1,5 @@
-//! The block manager as it would be written by someone who has all the time in the world: contents
-//! are named by their whole prefix, references are counted by looking at who holds what.
+//! A naive model of the block manager: cached blocks are named by their whole prefix, and references are
+//! counted anew whenever they are needed.
 
 pub(crate) mod op;
 #[allow(dead_code)] // not every test records
@@ -15,7 +15,7 @@ use kv_core::{
 };
 
 /// A namespace and every token up to the end of a block.
-type Content = (u8, Vec<u32>);
+type PrefixKey = (u8, Vec<u32>);
 
 /// The blocks of a logical block of tokens, one per layer group; none where no later token sees it.
 type LogicalBlock = Vec<Option<u32>>;
@@ -120,7 +120,7 @@ pub(crate) struct Model {
     /// Head first.
     queue: Vec<u32>,
     /// By layer group.
-    contents: HashMap<(Content, usize), u32>,
+    cached_blocks: HashMap<(PrefixKey, usize), u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
     pub(crate) pins: BTreeMap<usize, Vec<LogicalBlock>>,
     /// By number.
@@ -144,7 +144,7 @@ impl Model {
             partial_reuse: config.partial_reuse,
             queue: (0..num_blocks as u32).collect(),
             num_blocks,
-            contents: HashMap::new(),
+            cached_blocks: HashMap::new(),
             seqs: BTreeMap::new(),
             pins: BTreeMap::new(),
             loads: BTreeMap::new(),
@@ -195,15 +195,15 @@ impl Model {
             .map(|(&number, _)| number)
     }
 
-    fn has_content(&self, block: u32) -> bool {
-        self.contents.values().any(|&block_id| block_id == block)
+    fn is_cached(&self, block: u32) -> bool {
+        self.cached_blocks.values().any(|&block_id| block_id == block)
     }
 
     pub(crate) fn usage(&self) -> PoolUsage {
         let evictable = self
             .queue
             .iter()
-            .filter(|&&block| self.has_content(block))
+            .filter(|&&block| self.is_cached(block))
             .count();
         let active = (0..self.num_blocks as u32)
             .filter(|&block| self.seq_refs(block) > 0)
@@ -219,13 +219,13 @@ impl Model {
         }
     }
 
-    /// Puts blocks without holders into the queue, in this order.
+    /// Queues blocks without references, in this order.
     fn enqueue_unused(&mut self, blocks: impl IntoIterator<Item = u32>) {
         for block in blocks {
             if self.refs(block) > 0 || self.queue.contains(&block) {
                 continue;
             }
-            match self.has_content(block) {
+            match self.is_cached(block) {
                 true => self.queue.push(block),
                 false => self.queue.insert(0, block),
             }
@@ -237,8 +237,8 @@ impl Model {
     }
 
     fn known(&self, namespace: u8, tokens: &[u32], group: usize) -> Option<u32> {
-        let content = (namespace, tokens.to_vec());
-        self.contents.get(&(content, group)).copied()
+        let prefix = (namespace, tokens.to_vec());
+        self.cached_blocks.get(&(prefix, group)).copied()
     }
 
     /// The logical blocks after `from` of the longest prefix that is `usable`: every logical block for a group that
@@ -265,13 +265,13 @@ impl Model {
         (from..=num_full).rev().find_map(hit).unwrap_or_default()
     }
 
-    /// The blocks of the content that agrees longest with `tokens` behind their first `index` logical blocks, for an
+    /// The cached blocks that agree longest with `tokens` after their first `index` logical blocks, for an
     /// eighth of a block at least, and how long that is.
     fn lender(&self, namespace: u8, tokens: &[u32], index: usize) -> (Vec<u32>, usize) {
         let (from, size) = (index * self.block_size, self.block_size);
         let mut best = (Vec::new(), 0);
         let mut first = 0;
-        for (((of, known), group), &block) in &self.contents {
+        for (((of, known), group), &block) in &self.cached_blocks {
             let is_next = *of == namespace && *group == 0 && known.len() == from + size;
             if !is_next || tokens.get(..from) != Some(&known[..from]) {
                 continue;
@@ -431,7 +431,7 @@ impl Model {
         let blocks = s.table.get(index).filter(|_| index >= s.registered);
         let entries = blocks.into_iter().flatten().copied().flatten().enumerate();
         entries
-            .filter(|&(_, block)| is_shared(block) || self.has_content(block))
+            .filter(|&(_, block)| is_shared(block) || self.is_cached(block))
             .map(|(group, block)| (index, group, block))
             .collect()
     }
@@ -439,7 +439,7 @@ impl Model {
     /// In the order of allocation: free blocks first.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let mut blocks = self.queue.clone();
-        blocks.sort_by_key(|&block| self.has_content(block));
+        blocks.sort_by_key(|&block| self.is_cached(block));
         blocks
     }
 
@@ -453,14 +453,14 @@ impl Model {
     /// A block id holds nothing any more, because it is needed or all are evicted.
     fn evict_block(&mut self, block: u32, all: bool) {
         for ((namespace, tokens), _) in self
-            .contents
+            .cached_blocks
             .keys()
-            .filter(|key| self.contents[key] == block)
+            .filter(|key| self.cached_blocks[key] == block)
         {
             let evictions = self.evictions.entry(*namespace).or_default();
             evictions.push((tokens.clone(), all));
         }
-        self.contents.retain(|_, block_id| *block_id != block);
+        self.cached_blocks.retain(|_, block_id| *block_id != block);
     }
 
     /// The tokens that a prefill would find in the pool, share in flight and copy, and why it would compute the rest.
@@ -514,8 +514,8 @@ impl Model {
 
     /// Whether a cached prefix begins with these tokens.
     pub(crate) fn is_cached_prefix(&self, namespace: u8, tokens: &[u32]) -> bool {
-        let mut contents = self.contents.keys();
-        contents.any(|((of, known), _)| *of == namespace && known.starts_with(tokens))
+        let mut cached_blocks = self.cached_blocks.keys();
+        cached_blocks.any(|((of, known), _)| *of == namespace && known.starts_with(tokens))
     }
 
     /// Why the block after the first `indices` of these tokens is not cached.
@@ -532,7 +532,7 @@ impl Model {
             return MissReason::NotYetComputed;
         }
         let mine = || {
-            self.contents
+            self.cached_blocks
                 .keys()
                 .filter(|((of, _), _)| *of == namespace)
                 .map(|((_, known), _)| known)
@@ -627,7 +627,7 @@ impl Model {
                 gone.extend(cached.filter(|&block| others(block) == 0));
             }
         }
-        self.contents.retain(|_, block| !gone.contains(block));
+        self.cached_blocks.retain(|_, block| !gone.contains(block));
         gone.iter().for_each(|&block| self.unqueue(block));
         self.enqueue_unused(gone);
     }
@@ -755,8 +755,8 @@ impl Model {
         unseen
     }
 
-    /// The next logical block is one that this step, from `start` on, computes for all. False if the commit must
-    /// settle it.
+    /// Pre-registers the next logical block, which this step computes from `start` on. False if the commit must
+    /// merge it.
     fn preregister(
         &mut self,
         seq: u64,
@@ -771,7 +771,7 @@ impl Model {
         }
         let tokens = s.tokens[..(index + 1) * self.block_size].to_vec();
         let (namespace, mine) = (s.namespace, s.table.get(index).cloned());
-        let content = (namespace, tokens.clone());
+        let prefix = (namespace, tokens.clone());
         let mut known = (0..self.groups.len()).filter_map(|g| self.known(namespace, &tokens, g));
         if known.any(|block| self.loading(block).is_some()) {
             return false;
@@ -802,8 +802,8 @@ impl Model {
             entries.push(Some(block));
         }
         for (group, block) in entries.iter().enumerate() {
-            let content = (content.clone(), group);
-            self.contents.insert(content, block.expect("just taken"));
+            let prefix = (prefix.clone(), group);
+            self.cached_blocks.insert(prefix, block.expect("just taken"));
         }
         let s = self.seqs.get_mut(&seq).expect("live");
         s.registered += 1;
@@ -1003,7 +1003,7 @@ impl Model {
     }
 
     fn undo(&mut self, entry: Entry) {
-        self.contents
+        self.cached_blocks
             .retain(|_, block_id| !entry.preregistered.contains(block_id));
         let copied = entry.copied.iter().map(|copied| copied.3);
         let source = entry.source.iter().map(|source| source.1);
@@ -1134,7 +1134,7 @@ impl Model {
         remappings: &mut Vec<Remapping>,
     ) -> bool {
         let s = &self.seqs[&seq];
-        let content = (
+        let prefix = (
             s.namespace,
             s.tokens[..(index + 1) * self.block_size].to_vec(),
         );
@@ -1142,7 +1142,7 @@ impl Model {
         let computing: Vec<u32> = entries
             .flat_map(|entry| entry.preregistered.clone())
             .collect();
-        let cached = |group: usize| self.contents.get(&(content.clone(), group)).copied();
+        let cached = |group: usize| self.cached_blocks.get(&(prefix.clone(), group)).copied();
         let cached: Vec<Option<u32>> = (0..self.groups.len()).map(cached).collect();
         if cached
             .iter()
@@ -1170,7 +1170,7 @@ impl Model {
                     self.enqueue_unused([mine]);
                 }
                 known => {
-                    self.contents.insert((content.clone(), group), mine);
+                    self.cached_blocks.insert((prefix.clone(), group), mine);
                     if let Some(evictable) = known {
                         self.unqueue(evictable);
                         self.enqueue_unused([evictable]);
@@ -1284,7 +1284,7 @@ impl Model {
             .collect();
         for &(index, group, block) in &loading {
             let tokens = s.tokens[..(index + 1) * size].to_vec();
-            self.contents.insert(((s.namespace, tokens), group), block);
+            self.cached_blocks.insert(((s.namespace, tokens), group), block);
         }
         self.num_loads += 1;
         let load = Load {
@@ -1307,7 +1307,7 @@ impl Model {
     /// Whether others can meet the blocks of a transfer.
     pub(crate) fn is_awaited(&self, load: u64) -> bool {
         let loading = &self.loads[&load].loading;
-        loading.iter().all(|loading| self.has_content(loading.2))
+        loading.iter().all(|loading| self.is_cached(loading.2))
     }
 
     /// Returns the tokens that its sequence reuses.
@@ -1318,7 +1318,7 @@ impl Model {
         let mut restored = 0;
         for &(index, _, block) in &ended.loading {
             if index >= end || !awaited {
-                self.contents.retain(|_, block_id| *block_id != block);
+                self.cached_blocks.retain(|_, block_id| *block_id != block);
             } else {
                 restored += 1;
             }
@@ -1349,14 +1349,14 @@ impl Model {
         let held = std::mem::take(&mut load.held);
         let loading = load.loading.clone();
         for (_, _, block) in loading {
-            self.contents.retain(|_, block_id| *block_id != block);
+            self.cached_blocks.retain(|_, block_id| *block_id != block);
         }
         self.enqueue_unused(held.into_iter().rev());
     }
 
     pub(crate) fn evict(&mut self, pin: usize, count: usize) -> Vec<u32> {
         let queued = self.queued().into_iter();
-        let evictable = queued.filter(|&block| self.has_content(block));
+        let evictable = queued.filter(|&block| self.is_cached(block));
         let evicted: Vec<u32> = evictable.take(count).collect();
         for &block in &evicted {
             self.unqueue(block);
@@ -1430,7 +1430,7 @@ impl Model {
             .queue
             .iter()
             .copied()
-            .filter(|&block| self.has_content(block))
+            .filter(|&block| self.is_cached(block))
             .collect();
         for &block in &evictable {
             self.unqueue(block);

@@ -11,7 +11,7 @@ pub(crate) enum Op {
         read_cache: bool,
     },
     Drop(usize),
-    /// Which sequence, and how many of its tokens may stay cached.
+    /// Frees a sequence; so many of its tokens may stay cached.
     Free(usize, Option<usize>),
     Reset(usize),
     Match {
@@ -130,7 +130,7 @@ fn often(
     }
 }
 
-/// Few patterns with common prefixes, so that contents meet.
+/// Few patterns with common prefixes, so that cached blocks are shared.
 pub(crate) fn tokens(pattern: u8, len: usize) -> Vec<u32> {
     (0..len as u32)
         .map(|at| {

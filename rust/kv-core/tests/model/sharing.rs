@@ -1,4 +1,4 @@
-//! Which rows share which leading blocks, as it is said: all those that begin alike, and what they have in common.
+//! The shared prefixes of rows by their definition: all rows that begin alike, and their common blocks.
 
 use std::collections::BTreeMap;
 

@@ -41,7 +41,7 @@ pub(crate) struct World {
     /// How often each of `COUNTED` has happened.
     counts: BTreeMap<&'static str, u64>,
     num_explained: usize,
-    /// The set of contents as the events tell it.
+    /// The set of cached blocks by the events.
     emitted: HashSet<u128>,
     kv: Vec<Option<Kv>>,
     arrays: Arrays,
@@ -49,7 +49,7 @@ pub(crate) struct World {
     sharing: Sharing,
 }
 
-/// What rows share: of each layer group, with limits of two kinds; and what became of it.
+/// Shared prefixes of each layer group under two limits, and their counts.
 struct Sharing {
     prefixes: Vec<(Limits, SharedPrefixes)>,
     fills: u64,
@@ -109,7 +109,7 @@ struct Arrays {
     logits: Vec<SharedI64>,
 }
 
-/// What every long run comes to.
+/// Events that every long run reaches.
 const COUNTED: &str = "pending_tokens reused_tokens published_tokens transfers awaited_transfers waiting_prefills \
     kept_blocks explained_hits explained_new explained_diverged explained_evicted \
     explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block";
@@ -405,7 +405,7 @@ impl World {
             .retain(|_, seq| !seq.dropped || seq.planned > 0);
     }
 
-    /// A replayed event log gives exactly the contents that the manager holds, each stored once and
+    /// A replayed event log gives exactly the cached blocks, each stored once and
     /// removed once, parents before children.
     fn replay_events(&mut self) -> Result<(), TestCaseError> {
         for event in self.manager.take_events() {
@@ -553,7 +553,7 @@ impl World {
                 prop_assert_eq!(given_back + blocks, seq.table.len(), "a hole: {:?}", view);
                 held += blocks;
             }
-            // Nothing is held beyond what it takes to go from what is settled to the end of its table.
+            // It holds no more blocks than from its final ones to the end of its table.
             let size = self.model.block_size;
             let len = seq.table.len();
             let full = view.num_computed_tokens / size;
@@ -587,7 +587,7 @@ impl World {
         Ok(())
     }
 
-    /// Lets go of everything: the pool must be whole again and no content may have been lost track of.
+    /// Releases everything: the pool must be whole again, and every cached block must be counted.
     pub(crate) fn end(mut self) -> Result<Vec<(&'static str, u64)>, TestCaseError> {
         self.steps.clear();
         self.handles.clear();
@@ -602,7 +602,7 @@ impl World {
         prop_assert_eq!(
             self.manager.num_prefixes(),
             0,
-            "contents outlive their blocks"
+            "cached blocks outlive their block ids"
         );
         let more = [
             ("shared_prefixes", self.sharing.num_prefixes),

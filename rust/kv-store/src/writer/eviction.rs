@@ -18,21 +18,21 @@ impl Writer {
             self.remove_condemned()?;
             let (victim, kept) = {
                 let state = self.shared.lock();
-                // Space to copy entries to that are in use.
-                let has_reserve = state.limit >= 4 * config.segment_bytes;
-                let reserve = if has_reserve {
+                // Space for copies of entries in use.
+                let copy_space = if state.limit >= 4 * config.segment_bytes {
                     config.segment_bytes / 2
                 } else {
                     0
                 };
-                let has_bytes = state.index.disk_bytes() + bytes + fixed + reserve <= state.limit;
+                let has_bytes =
+                    state.index.disk_bytes() + bytes + fixed + copy_space <= state.limit;
                 let entries = state.index.total().entries - state.index.usage().writing.entries;
                 if has_bytes && entries < config.max_entries {
                     return Ok(());
                 }
                 (
                     state.index.least_useful(),
-                    reserve.saturating_sub(2 * fixed),
+                    copy_space.saturating_sub(2 * fixed),
                 )
             };
             let Some(victim) = victim else {
@@ -167,7 +167,7 @@ impl Writer {
                 state.index.segment_mut(segment).index_end += RECORD as u64;
                 self.unsynced.insert(segment);
             }
-            Err(_) => state.counters.write_errors += 1, // it will be found damaged once more
+            Err(_) => state.counters.write_errors += 1, // it will be detected again
         }
     }
 }

@@ -174,7 +174,7 @@ impl World {
         Ok(())
     }
 
-    /// What allocations have evicted is whole until it is written over.
+    /// Evicted blocks are intact until they are overwritten.
     pub(super) fn check_all_evicted(&mut self) -> Result<(), TestCaseError> {
         let evicted = self.manager.take_evicted();
         *self.counts.entry("kept_blocks").or_default() += evicted.len() as u64;
