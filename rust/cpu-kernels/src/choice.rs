@@ -28,7 +28,7 @@ impl Isa {
         match self.is_there() {
             true => Ok(self),
             false => Err(Error::Isa {
-                requested: self,
+                wanted: self,
                 best: Self::detect(),
             }),
         }
@@ -56,10 +56,7 @@ mod tests {
             let best = Isa::detect();
             let expected = match isa.is_there() {
                 true => Ok(isa),
-                false => Err(Error::Isa {
-                    requested: isa,
-                    best,
-                }),
+                false => Err(Error::Isa { wanted: isa, best }),
             };
             assert_eq!(Isa::asked_for(isa.name()), expected);
         }
@@ -82,9 +79,8 @@ mod tests {
         assert!(Isa::detect().is_there() && Isa::Portable.is_there());
         for isa in Isa::ALL.into_iter().filter(|isa| !isa.is_there()) {
             let refused = crate::Attention::with_isa(1, isa).expect_err("it is not there");
-            let (requested, best) = (isa.name(), Isa::detect().name());
-            let text =
-                format!("this processor has no {requested}: the best level it has is {best}");
+            let (wanted, best) = (isa.name(), Isa::detect().name());
+            let text = format!("this processor has no {wanted}: the best level it has is {best}");
             assert_eq!(refused.to_string(), text);
         }
     }

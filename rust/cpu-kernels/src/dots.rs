@@ -658,13 +658,10 @@ mod tests {
             } else {
                 magnitude
             };
-            let widened = widen_half(half);
-            assert_eq!(widened.is_nan(), expected.is_nan());
-            assert!(
-                widened.is_nan() || f64::from(widened) == expected,
-                "{half:#x}"
-            );
-            assert!(widened.is_nan() || widened.is_sign_negative() == (half >> 15 == 1));
+            let wide = widen_half(half);
+            assert_eq!(wide.is_nan(), expected.is_nan());
+            assert!(wide.is_nan() || f64::from(wide) == expected, "{half:#x}");
+            assert!(wide.is_nan() || wide.is_sign_negative() == (half >> 15 == 1));
         }
     }
 }

@@ -148,7 +148,7 @@ pub enum Error {
     /// The processor lacks an instruction level.
     Isa {
         /// The level.
-        requested: Isa,
+        wanted: Isa,
         /// The best that the machine has.
         best: Isa,
     },
@@ -258,10 +258,10 @@ impl fmt::Display for Error {
                 Isa::SWITCH,
                 Isa::ALL.map(Isa::name).join(", ")
             ),
-            Self::Isa { requested, best } => write!(
+            Self::Isa { wanted, best } => write!(
                 f,
                 "this processor has no {}: the best level it has is {}",
-                requested.name(),
+                wanted.name(),
                 best.name()
             ),
         }

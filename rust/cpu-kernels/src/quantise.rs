@@ -30,7 +30,7 @@ const CLIP_RATIOS: [f32; 3] = [1.0, 0.93, 0.86];
 const LANES: usize = 8;
 
 /// The smallest normal number of half precision, 2^-14.
-const MIN_NORMAL_HALF: f32 = f32::from_bits((127 - 14) << 23);
+const MIN_HALF: f32 = f32::from_bits((127 - 14) << 23);
 
 /// The largest number of half precision.
 const MAX_HALF: f32 = 65_504.0;
@@ -39,7 +39,7 @@ const MAX_HALF: f32 = 65_504.0;
 const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
 
 /// Groups per task.
-const TASK_GROUPS: usize = 512;
+const CHUNK: usize = 512;
 
 impl Attention {
     /// Rounds a weight `[out_features, in_features]` to 4-bit codes in groups of 32 inputs that stand for `(code - zero) *
@@ -64,12 +64,8 @@ impl Attention {
         same_length("zeros", count, zeros.len())?;
         let (groups, _) = weight.as_chunks();
         let (codes, _) = codes.as_chunks_mut();
-        let tasks = groups
-            .chunks(TASK_GROUPS)
-            .zip(codes.chunks_mut(TASK_GROUPS));
-        let points = scales
-            .chunks_mut(TASK_GROUPS)
-            .zip(zeros.chunks_mut(TASK_GROUPS));
+        let tasks = groups.chunks(CHUNK).zip(codes.chunks_mut(CHUNK));
+        let points = scales.chunks_mut(CHUNK).zip(zeros.chunks_mut(CHUNK));
         let tasks = tasks.zip(points);
         let tasks = tasks.map(|((groups, codes), (scales, zeros))| FourBits {
             groups,
@@ -97,9 +93,7 @@ impl Attention {
         let count = num_groups(weight.len(), in_features)?;
         same_length("blocks", count * BYTES, blocks.len())?;
         let ((groups, _), (blocks, _)) = (weight.as_chunks(), blocks.as_chunks_mut());
-        let tasks = groups
-            .chunks(TASK_GROUPS)
-            .zip(blocks.chunks_mut(TASK_GROUPS));
+        let tasks = groups.chunks(CHUNK).zip(blocks.chunks_mut(CHUNK));
         let tasks = tasks.map(|(groups, blocks)| EightBits { groups, blocks });
         self.quantise(tasks.collect());
         Ok(())
@@ -150,10 +144,7 @@ fn four_bits(group: &[f32; BLOCK], codes: &mut [u8; PAIRS]) -> (f32, u8) {
         *codes = [0; PAIRS];
         return (f32::NAN, 0);
     }
-    let (low, high) = (
-        smallest(group, |float| float),
-        -smallest(group, |float| -float),
-    );
+    let (low, high) = (lowest(group, |float| float), -lowest(group, |float| -float));
     let mut tried = [[0; BLOCK]; CLIP_RATIOS.len()];
     let mut best = (f32::INFINITY, 0, 0.0, 0.0);
     for (at, (ratio, codes)) in CLIP_RATIOS.into_iter().zip(&mut tried).enumerate() {
@@ -200,17 +191,13 @@ impl<E: Element> InEachBuild for EightBits<'_, E> {
 /// Writes the block of a group.
 #[inline(always)]
 fn eight_bits(group: &[f32; BLOCK], block: &mut [u8; BYTES]) {
-    let size = -smallest(group, |float| -float.abs());
+    let size = -lowest(group, |float| -float.abs());
     let half = match is_finite(group) {
         true => narrow_half(size / LARGEST_BYTE),
         false => narrow_half(f32::INFINITY),
     };
     let scale = widen_half(half);
-    let divisor = if scale > MIN_NORMAL_HALF {
-        scale
-    } else {
-        MIN_NORMAL_HALF
-    };
+    let divisor = if scale > MIN_HALF { scale } else { MIN_HALF };
     let (scale, numbers) = block.split_at_mut(2);
     scale.copy_from_slice(&half.to_le_bytes());
     for (byte, float) in numbers.iter_mut().zip(group) {
@@ -227,7 +214,7 @@ fn is_finite(group: &[f32; BLOCK]) -> bool {
 
 /// The minimum of 0 and the values of a function.
 #[inline(always)]
-fn smallest(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
+fn lowest(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
     let smaller = |a: f32, b: f32| if b < a { b } else { a };
     let mut lanes = [0.0; LANES];
     for floats in group.as_chunks::<LANES>().0 {
@@ -240,8 +227,8 @@ fn smallest(group: &[f32; BLOCK], of: impl Fn(f32) -> f32) -> f32 {
 
 /// The nearest integer within the bounds, plus [`ROUND`].
 #[inline(always)]
-fn nearest(float: f32, smallest: f32, largest: f32) -> f32 {
-    let float = if float > smallest { float } else { smallest };
+fn nearest(float: f32, lowest: f32, largest: f32) -> f32 {
+    let float = if float > lowest { float } else { lowest };
     let float = if float < largest { float } else { largest };
     float + ROUND
 }
@@ -249,7 +236,7 @@ fn nearest(float: f32, smallest: f32, largest: f32) -> f32 {
 /// Rounds a scale to half precision, if it is within its range; 1 for 0.
 #[inline(always)]
 fn rounded(scale: f32) -> f32 {
-    let is_half = (MIN_NORMAL_HALF..=MAX_HALF).contains(&scale);
+    let is_half = (MIN_HALF..=MAX_HALF).contains(&scale);
     let bits = scale.to_bits();
     let half = f32::from_bits((bits + 0xfff + (bits >> 13 & 1)) & !0x1fff);
     match scale == 0.0 {
@@ -268,11 +255,7 @@ fn narrow_half(float: f32) -> u16 {
     let bits = float.to_bits();
     let subnormal = (float + HALF).to_bits() - HALF.to_bits();
     let normal = ((bits + 0xfff + (bits >> 13 & 1)) >> 13).wrapping_sub(112 << 10);
-    let half = if float < MIN_NORMAL_HALF {
-        subnormal
-    } else {
-        normal
-    };
+    let half = if float < MIN_HALF { subnormal } else { normal };
     half.min(INFINITY) as u16
 }
 
@@ -307,7 +290,7 @@ mod tests {
             let (scale, actual) = (f32::from_bits(bits), rounded(f32::from_bits(bits)));
             let expected = match scale {
                 0.0 => 1.0,
-                MIN_NORMAL_HALF..=MAX_HALF => widen_half(narrow_half(scale)),
+                MIN_HALF..=MAX_HALF => widen_half(narrow_half(scale)),
                 _ => scale,
             };
             assert_eq!(actual.to_bits(), expected.to_bits(), "{scale:e}");

@@ -117,7 +117,6 @@ pub(crate) enum Kind {
 use QuantizedFormat as F;
 
 impl Kind {
-    /// Bits per code.
     pub(crate) fn bits(self) -> usize {
         match self {
             Self::Ggml(F::Q8_0) => 8,

@@ -96,7 +96,6 @@ impl RowMemory {
         (&mut self.numbers[..size], &mut self.factors[..size])
     }
 
-    /// Bytes of memory.
     pub(crate) fn size(&self) -> usize {
         size_of_val(&self.numbers[..]) + size_of_val(&self.factors[..])
     }
@@ -118,7 +117,6 @@ pub(crate) struct RowBlocks<'a> {
 }
 
 impl<'a> RowBlocks<'a> {
-    /// Bytes per block.
     pub(crate) const BYTES: usize = size_of::<Numbers>() + size_of::<Factors>();
 
     #[inline(always)]

@@ -32,7 +32,7 @@ const KINDS: [&str; 11] = [
 /// The times of each kind of call, in order, and the call that is next.
 #[derive(Default)]
 struct Times {
-    fastest: [Vec<u32>; KINDS.len()],
+    best: [Vec<u32>; KINDS.len()],
     next: [usize; KINDS.len()],
 }
 
@@ -41,9 +41,9 @@ impl Times {
         let start = Instant::now();
         let answer = call();
         let took = u32::try_from(start.elapsed().as_nanos()).unwrap_or(u32::MAX);
-        let (times, next) = (&mut self.fastest[kind], &mut self.next[kind]);
+        let (times, next) = (&mut self.best[kind], &mut self.next[kind]);
         match times.get_mut(*next) {
-            Some(fastest) => *fastest = (*fastest).min(took),
+            Some(best) => *best = (*best).min(took),
             None => times.push(took),
         }
         *next += 1;
@@ -122,14 +122,12 @@ fn main() -> Result<(), Error> {
         "{:14}{:>10}{:>10}{:>10}{:>10}",
         "", "calls", "median", "p99.99", "maximum"
     );
-    for (kind, fastest) in KINDS.iter().zip(&mut times.fastest) {
-        fastest.sort_unstable();
-        let count = fastest.len();
+    for (kind, best) in KINDS.iter().zip(&mut times.best) {
+        best.sort_unstable();
+        let count = best.len();
         let at = |share: f64| {
             let index = ((count as f64 * share) as usize).min(count.saturating_sub(1));
-            fastest
-                .get(index)
-                .map_or(0.0, |&time| f64::from(time) / 1e3)
+            best.get(index).map_or(0.0, |&time| f64::from(time) / 1e3)
         };
         let (median, rare, slowest) = (at(0.5), at(0.9999), at(1.0));
         println!("{kind:14}{count:>10}{median:>10.2}{rare:>10.2}{slowest:>10.2}");

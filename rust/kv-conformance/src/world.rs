@@ -195,11 +195,9 @@ impl<M: BlockManager> World<M> {
         let ready: Vec<_> = self
             .sequences
             .iter()
-            .filter(|(_, sequence)| {
-                sequence.planned.is_none() && sequence.computed + 1 == sequence.tokens.len()
-            })
-            .filter(|(_, sequence)| sequence.computed > 0 && sequence.tokens.len() < MAX_TOKENS)
-            .map(|(id, sequence)| (*id, sequence.computed))
+            .filter(|(_, seq)| seq.planned.is_none() && seq.computed + 1 == seq.tokens.len())
+            .filter(|(_, seq)| seq.computed > 0 && seq.tokens.len() < MAX_TOKENS)
+            .map(|(id, seq)| (*id, seq.computed))
             .collect();
         for (id, computed) in ready {
             let (table, available) = (self.manager.table(id), self.manager.available());

@@ -56,7 +56,6 @@ impl Policy {
         }
     }
 
-    /// The order of eviction.
     pub(crate) fn kind(&self) -> Eviction {
         self.kind
     }
@@ -79,12 +78,10 @@ impl Policy {
         }
     }
 
-    /// Whether it remembers evictions.
     pub(crate) fn has_ghosts(&self) -> bool {
         self.kind != Eviction::Lru
     }
 
-    /// Remembers an eviction.
     pub(crate) fn add_ghost(&mut self, ghost: Ghost) {
         if !self.has_ghosts() || !self.known_ghosts.insert(ghost) {
             return;

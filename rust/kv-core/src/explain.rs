@@ -91,7 +91,6 @@ pub(crate) struct EvictionHistory {
 /// Evictions of one namespace.
 #[derive(Default)]
 pub(crate) struct Evictions {
-    /// Evictions so far.
     count: u64,
     max_evictions: usize,
     /// The number of the last eviction of each hash, and its cause: of the newest evictions, at most `max_evictions`,
@@ -166,7 +165,6 @@ impl EvictionHistory {
 }
 
 impl Evictions {
-    /// Adds an eviction.
     pub(crate) fn add(&mut self, hash: u128, by: EvictedBy) {
         if self.newest.len() >= self.max_evictions {
             std::mem::swap(&mut self.newest, &mut self.older);

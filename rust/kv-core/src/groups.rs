@@ -54,7 +54,6 @@ impl BlockSize {
 /// The layer groups of a pool, and how many logical blocks before the end of a prefix each of them reads.
 #[derive(Clone, Debug)]
 pub(crate) struct Groups {
-    /// The sliding windows, in tokens.
     windows: Box<[Option<usize>]>,
     size: BlockSize,
     has_windows: bool,

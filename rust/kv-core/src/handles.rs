@@ -63,7 +63,6 @@ impl Shared {
         })
     }
 
-    /// Pins that hold a block.
     pub(crate) fn pin_refs_of(&self, block: BlockId) -> u32 {
         // Acquire: the last pin's owner read the block before it is reused.
         self.refs[block.at()].load(Ordering::Acquire)
@@ -104,7 +103,6 @@ impl Shared {
         self.num_deferred.load(Ordering::Acquire)
     }
 
-    /// Takes all deferred releases.
     pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
         let mut deferred = lock(&self.deferred);
         self.num_deferred.store(0, Ordering::Release);

@@ -61,7 +61,6 @@ impl Transfers {
         open.ok_or(Error::TransferEnded { transfer })
     }
 
-    /// Removes an open transfer.
     pub(crate) fn remove(&mut self, key: TransferKey) -> Result<OpenTransfer, Error> {
         let transfer = self.find(key)?;
         let open = self.open.remove(&transfer);

@@ -90,7 +90,6 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// A pool with every block free.
     pub(crate) fn new(config: &Config, shared: Arc<Shared>) -> Result<Self, TryReserveError> {
         let num_blocks = config.num_blocks;
         let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
@@ -138,7 +137,6 @@ impl Pool {
         &self.shared
     }
 
-    /// Blocks that can be allocated.
     #[inline]
     pub(crate) fn available(&self) -> usize {
         self.queue.len()
@@ -209,7 +207,6 @@ impl Pool {
         }
     }
 
-    /// All references of a block.
     #[inline]
     pub(crate) fn refs(&self, block: BlockId) -> u32 {
         let counts = self.queue.meta(block).counts();
@@ -314,7 +311,6 @@ impl Pool {
         self.tree.acquire_root(namespace)
     }
 
-    /// Counts another sequence under a root.
     pub(crate) fn share_root(&mut self, root: NodePosition) {
         self.tree.share_root(root);
     }
@@ -353,7 +349,6 @@ impl Pool {
         in_flight
     }
 
-    /// Removes a table entry of a block.
     #[inline]
     pub(crate) fn release(&mut self, block: BlockId) {
         self.release_all(&[block]);
@@ -409,7 +404,6 @@ impl Pool {
         *self.queue.meta_mut(block).plan_pins_mut() += 1;
     }
 
-    /// Ends a plan's pin.
     pub(crate) fn unpin(&mut self, block: BlockId) {
         *self.queue.meta_mut(block).plan_pins_mut() -= 1;
         self.enqueue_unused(&[block]);
@@ -721,7 +715,6 @@ impl Pool {
         events
     }
 
-    /// The hashes of all cached blocks.
     pub(crate) fn cached_hashes(&mut self) -> Vec<u128> {
         self.hash_stored_blocks();
         let ready = self.ready().into_iter();

@@ -101,7 +101,6 @@ impl BlockMeta {
         &mut self.numbers.next_or_plan_pins
     }
 
-    /// Its neighbours in the queue.
     #[inline]
     fn link(&self) -> Link {
         if !self.queued {
@@ -172,7 +171,6 @@ impl FreeQueue {
         BlockId::new(self.num_blocks() + list as usize)
     }
 
-    /// The blocks, in the order of their ids.
     pub(crate) fn metas(&self) -> &[BlockMeta] {
         &self.metas[..self.num_blocks()]
     }
@@ -187,7 +185,6 @@ impl FreeQueue {
         &mut self.metas[block.at()]
     }
 
-    /// Blocks in all lists.
     #[inline]
     pub(crate) fn len(&self) -> usize {
         self.lens.iter().sum()
@@ -227,7 +224,6 @@ impl FreeQueue {
         self.lens[list as usize] -= count;
     }
 
-    /// Unlinks a block, if it is queued.
     #[inline]
     pub(crate) fn unlink(&mut self, block: BlockId) {
         self.unlink_all(&[block], |_| {});
@@ -273,7 +269,6 @@ impl FreeQueue {
         self.meta_mut(next).numbers.prev_or_seq_refs = prev.get();
     }
 
-    /// A list from front to back.
     pub(crate) fn iter(&self, list: List) -> impl Iterator<Item = BlockId> + '_ {
         let sentinel = self.sentinel(list);
         let mut at = self.meta(sentinel).link().next;

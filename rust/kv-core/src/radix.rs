@@ -161,7 +161,6 @@ impl RadixTree {
         &self.hasher
     }
 
-    /// Blocks hashed so far.
     pub(crate) fn num_hashed(&self) -> u64 {
         self.num_hashed
     }
@@ -209,12 +208,10 @@ impl RadixTree {
         root
     }
 
-    /// Counts another sequence under a root.
     pub(crate) fn share_root(&mut self, root: NodePosition) {
         self.node_mut(root.node).sequences += 1;
     }
 
-    /// A sequence under a root has ended.
     pub(crate) fn release_root(&mut self, root: NodePosition) {
         self.node_mut(root.node).sequences -= 1;
         self.truncate(root.node);
@@ -716,7 +713,6 @@ impl RadixTree {
         })
     }
 
-    /// The namespace of a position.
     pub(crate) fn namespace(&self, mut position: NodePosition) -> Arc<[u8]> {
         loop {
             let node = self.node(position.node);
@@ -727,7 +723,6 @@ impl RadixTree {
         }
     }
 
-    /// Every cached block.
     pub(crate) fn cached(&self) -> impl Iterator<Item = NodePosition> + '_ {
         let nodes = self.nodes.iter().enumerate();
         nodes.flat_map(move |(id, node)| {

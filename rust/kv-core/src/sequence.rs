@@ -294,7 +294,6 @@ impl Sequence {
         self.0.copied += copied as u32;
     }
 
-    /// Records why its first prefill computes tokens.
     pub(crate) fn set_miss(&mut self, miss: Option<Box<Miss>>) {
         self.0.miss = miss;
     }
@@ -304,12 +303,10 @@ impl Sequence {
         (self.0.computed, self.0.planned_end) = (computed, computed);
     }
 
-    /// Appends known tokens.
     pub(crate) fn append(&mut self, tokens: &[u32]) {
         self.0.tokens.extend_from_slice(tokens);
     }
 
-    /// Sets its registered prefix.
     #[inline]
     pub(crate) fn register(&mut self, registered: Registered) {
         self.0.registered = registered;
@@ -431,7 +428,6 @@ impl Sequences {
         }
     }
 
-    /// The sequence of a caller's key.
     #[inline]
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
         match self.sequences.get(key.seq_idx as usize) {

@@ -50,7 +50,6 @@ impl State {
         }
     }
 
-    /// Opens a step.
     pub(crate) fn begin_step(&mut self, token_budget: usize) -> Result<PlanKey, Error> {
         let key = self.steps.begin(token_budget)?;
         self.pool.set_open_steps(self.steps.open_steps());
@@ -178,7 +177,6 @@ impl State {
         })
     }
 
-    /// The longest cached prefix of `tokens`.
     pub(crate) fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> PrefixBlocks {
         let Some(root) = self.pool.tree().root(namespace) else {
             return PrefixBlocks::none(self.groups.len());
@@ -275,7 +273,6 @@ impl State {
         Ok(key)
     }
 
-    /// Appends known tokens.
     pub(crate) fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
         self.at_rest(key)?;
         self.seqs.at_mut(key.seq_idx).append(tokens);

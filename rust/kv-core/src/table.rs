@@ -96,7 +96,6 @@ impl BlockTable {
         }
     }
 
-    /// Layer groups.
     #[inline]
     pub(crate) fn groups(&self) -> usize {
         1 + self.others.len()
@@ -119,13 +118,11 @@ impl BlockTable {
         self.group(group).start
     }
 
-    /// A group's blocks, from its start on.
     #[inline]
     pub(crate) fn blocks_of(&self, group: usize) -> &[BlockId] {
         &self.group(group).blocks
     }
 
-    /// The block at an index, unless it was released.
     #[inline]
     pub(crate) fn get(&self, group: usize, index: usize) -> Option<BlockId> {
         let own = self.group(group);
@@ -161,7 +158,6 @@ impl BlockTable {
         (0..self.groups()).filter_map(move |group| self.get(group, index))
     }
 
-    /// Number of blocks.
     pub(crate) fn len(&self) -> usize {
         let groups = 0..self.groups();
         groups.map(|group| self.blocks_of(group).len()).sum()

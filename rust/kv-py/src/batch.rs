@@ -16,10 +16,10 @@ pub(crate) struct Batch(pub(crate) Vec<SeqKey>);
 
 impl Batch {
     /// Maximum sequences of an iterable other than a list: its length is not trusted.
-    const MAX_ITEMS: usize = 1 << 24;
+    const MAX: usize = 1 << 24;
 
     fn too_many(count: usize) -> PyErr {
-        let max = Self::MAX_ITEMS;
+        let max = Self::MAX;
         PlanError::new_err(format!(
             "{count} sequences are more than the {max} that are read one by one; give a list"
         ))
@@ -33,9 +33,7 @@ impl<'py> FromPyObject<'_, 'py> for Batch {
         let key = |item: &Bound<'py, PyAny>| Ok(item.cast::<Sequence>()?.get().key());
         let keys = match object.cast_exact::<PyList>() {
             Ok(list) => sequence_keys(&list),
-            Err(_) => items(&object, Self::MAX_ITEMS, Self::too_many, |item, _| {
-                key(item)
-            }),
+            Err(_) => items(&object, Self::MAX, Self::too_many, |item, _| key(item)),
         };
         keys.map(Self)
     }

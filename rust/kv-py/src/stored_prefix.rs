@@ -176,16 +176,13 @@ impl StoredPrefix {
 impl StoredPrefix {
     /// Stores blocks up to the first dropped one; returns the number stored.
     fn store_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
-        for (done, to_move) in moves.iter().enumerate() {
+        for (done, it) in moves.iter().enumerate() {
             let Some(store) = self.opened.store()? else {
                 return Ok(done);
             };
-            let rows = memory
-                .tensors(to_move.group)
-                .map(|rows| rows.row(to_move.block));
+            let rows = memory.tensors(it.group).map(|rows| rows.row(it.block));
             let payload: Vec<_> = rows.collect();
-            if let Put::Dropped(_) = store.put(&self.block(to_move.index, to_move.group), &payload)
-            {
+            if let Put::Dropped(_) = store.put(&self.block(it.index, it.group), &payload) {
                 return Ok(done);
             }
         }
@@ -194,17 +191,17 @@ impl StoredPrefix {
 
     /// Loads blocks up to the first failure; returns the number loaded.
     fn load_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
-        for (done, to_move) in moves.iter().enumerate() {
+        for (done, it) in moves.iter().enumerate() {
             let Some(store) = self.opened.store()? else {
                 return Ok(done);
             };
-            let rows = memory.tensors(to_move.group);
-            let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(to_move.block)).collect();
-            match store.get(&self.block(to_move.index, to_move.group), &mut payload) {
+            let rows = memory.tensors(it.group);
+            let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(it.block)).collect();
+            match store.get(&self.block(it.index, it.group), &mut payload) {
                 Ok(Get::Hit) => {}
                 Ok(Get::Miss | Get::Failed) => return Ok(done),
                 Err(error) => {
-                    let (index, group) = (to_move.index, to_move.group);
+                    let (index, group) = (it.index, it.group);
                     let message = format!("block {index} of group {group}: {error}");
                     return Err(StoreError::new_err(message));
                 }
@@ -306,9 +303,7 @@ impl StoredPrefix {
         let mut moves = self.moves(None, blocks)?;
         let missing = py.detach(|| {
             if let Some(store) = self.opened.store()? {
-                moves.retain(|to_move| {
-                    !store.touch(&self.groups[to_move.group].keys[to_move.index])
-                });
+                moves.retain(|it| !store.touch(&self.groups[it.group].keys[it.index]));
             }
             Ok::<_, PyErr>(moves)
         })?;

@@ -89,7 +89,6 @@ impl Index {
         self.total
     }
 
-    /// Bytes in files.
     pub(crate) fn disk_bytes(&self) -> u64 {
         self.segments
             .values()
@@ -174,7 +173,6 @@ impl Index {
         self.release(id);
     }
 
-    /// Makes a written entry readable.
     pub(crate) fn publish(&mut self, id: EntryId, extent: Extent, written: u64) {
         debug_assert_eq!(self.entry(id).state, State::Writing);
         self.count(id, false);
@@ -216,7 +214,6 @@ impl Index {
         }
     }
 
-    /// Marks a readable entry as used now.
     pub(crate) fn touch(&mut self, id: EntryId) {
         if self.entry(id).state != State::Readable {
             return;

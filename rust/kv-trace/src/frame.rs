@@ -81,12 +81,12 @@ impl<R: Read> Frames<R> {
         if frames.body.len() < MAGIC.len() {
             return Err(frames.cut());
         }
-        let version = frames.number()?.ok_or_else(|| frames.cut())?;
+        let found = frames.number()?.ok_or_else(|| frames.cut())?;
         let header = frames.next();
-        if version != VERSION {
+        if found != VERSION {
             let there = matches!(header, Ok(true));
             return Err(TraceError::Version {
-                found: version,
+                found,
                 supported: VERSION,
                 recorded_by: frames.recorded_by().filter(|_| there),
             });

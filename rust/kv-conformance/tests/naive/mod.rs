@@ -81,11 +81,8 @@ impl Naive {
             flaw::IGNORES_NAMESPACE => prefix.1 == *tokens,
             _ => prefix.0 == *namespace && prefix.1 == *tokens,
         };
-        let is_same = |block: &Block| block.prefix.as_ref().is_some_and(same);
-        self.blocks
-            .iter()
-            .position(is_same)
-            .map(|block| block as u32)
+        let holds = |block: &Block| block.prefix.as_ref().is_some_and(same);
+        self.blocks.iter().position(holds).map(|block| block as u32)
     }
 
     fn prefix(&self, id: u64, index: usize) -> PrefixKey {
@@ -227,18 +224,15 @@ impl BlockManager for Naive {
     /// Shares full blocks; the rest is computed again.
     fn fork(&mut self, id: u64, child: u64) {
         let parent = &self.sequences[&id];
-        let computed = parent.computed.min(parent.tokens.len() - 1);
-        let (computed, blocks) = match self.flaw {
-            flaw::SHARES_PARTIAL_BLOCKS => (computed, computed.div_ceil(self.block_size)),
-            _ => (
-                computed - computed % self.block_size,
-                computed / self.block_size,
-            ),
+        let known = parent.computed.min(parent.tokens.len() - 1);
+        let (known, blocks) = match self.flaw {
+            flaw::SHARES_PARTIAL_BLOCKS => (known, known.div_ceil(self.block_size)),
+            _ => (known - known % self.block_size, known / self.block_size),
         };
         let fork = Sequence {
             namespace: parent.namespace,
             tokens: parent.tokens.clone(),
-            computed,
+            computed: known,
             table: parent.table[..blocks].to_vec(),
         };
         for block in &fork.table {

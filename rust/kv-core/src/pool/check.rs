@@ -260,19 +260,13 @@ mod tests {
                 s.pool.cached[5].offset = 9;
             },
         ),
-        (
-            "BlockId(4) is for Protected, not one of [Probation, Pro",
-            |s| {
-                meta(s, 4).list = List::Protected;
-            },
-        ),
-        (
-            "BlockId(4) is in Probation, its record has Protected",
-            |s| {
-                s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
-                meta(s, 4).list = List::Protected;
-            },
-        ),
+        ("BlockId(4) is for Protected, not one of [Prob", |s| {
+            meta(s, 4).list = List::Protected;
+        }),
+        ("BlockId(4) is in Probation, its record has", |s| {
+            s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
+            meta(s, 4).list = List::Protected;
+        }),
         ("Free: 2 blocks linked, 3 counted", |s| {
             meta(s, 5).list = List::Probation;
             s.pool.queue.unlink(BlockId::from(5));

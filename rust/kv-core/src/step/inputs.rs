@@ -308,7 +308,6 @@ fn decoded_slot(seq: &Sequence, entry: &Entry, group: usize, size: BlockSize) ->
     (size.start_of(block.at()) + entry.start - size.start_of(index)) as i64
 }
 
-/// Writes tokens and positions of an entry.
 #[inline]
 fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
     let seq = state.seqs.at(entry.seq_idx);

@@ -28,11 +28,9 @@ const _: () = assert!(size_of::<Entry>() == 32);
 /// The work of an entry, and how to undo it.
 pub(super) struct Details {
     pub(super) work: Work,
-    /// Positions to compute.
     pub(super) len: usize,
     /// Whether it reaches its last known or pending token.
     pub(super) samples: bool,
-    /// The changes that it made, in order.
     pub(super) journal: Journal,
 }
 
@@ -125,7 +123,6 @@ impl Entry {
         }
     }
 
-    /// The changes that it made, in order.
     pub(super) fn changes(&self) -> impl DoubleEndedIterator<Item = &Change> {
         let details = self.details.iter();
         details.flat_map(|details| details.journal.iter())
@@ -140,7 +137,6 @@ impl Entry {
         copied.flat_map(|(index, sources)| sources.iter().map(move |of| (index, of.0, of.1)))
     }
 
-    /// Positions to compute.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.details.as_ref().map_or(1, |details| details.len)

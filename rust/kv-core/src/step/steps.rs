@@ -14,7 +14,6 @@ pub(crate) struct Steps {
     pub(super) manager: u32,
     /// Oldest first; at most two.
     pub(super) open: Vec<Plan>,
-    /// Steps begun so far.
     pub(super) num_begun: u64,
     /// The memory of a closed plan's entries, for the next plan.
     pub(super) spare_entries: Vec<Entry>,
@@ -32,7 +31,6 @@ impl Steps {
         }
     }
 
-    /// Steps begun so far.
     pub(crate) fn num_begun(&self) -> u64 {
         self.num_begun
     }
@@ -168,7 +166,6 @@ impl Steps {
         pushed
     }
 
-    /// The figures of an open plan.
     pub(crate) fn view(&self, key: PlanKey) -> Result<PlanView, Error> {
         let plan = self.open_plan(key)?;
         Ok(PlanView {

@@ -48,7 +48,6 @@ impl State {
         self.undo(last);
     }
 
-    /// Removes an entry from the newest plan.
     fn undo(&mut self, at: usize) {
         let plan = self.steps.newest();
         let (bit, entry) = (plan.bit, &plan.entries.remove(at));
@@ -74,7 +73,6 @@ impl State {
         }
     }
 
-    /// Reverts a change of an entry.
     fn revert(&mut self, entry: &Entry, change: &Change) {
         let seq_idx = entry.seq_idx;
         match change {
@@ -112,7 +110,6 @@ impl State {
         }
     }
 
-    /// Rolls back the newest plan.
     pub(crate) fn rollback(&mut self, plan: PlanKey) -> Result<(), Error> {
         self.steps.newest_plan(plan)?;
         self.roll_back_newest();

@@ -25,11 +25,11 @@ fn counters_have_names_in_order() {
         rolled_back_steps: 9,
         ..Stats::default()
     };
-    let counters: Vec<_> = stats.each().collect();
-    assert_eq!(counters.len(), 27);
-    assert_eq!(counters[0], ("prompt_tokens", 7));
-    assert_eq!(counters[1], ("cached_tokens", 0));
-    assert_eq!(counters[22], ("rolled_back_steps", 9));
+    let pairs: Vec<_> = stats.each().collect();
+    assert_eq!(pairs.len(), 27);
+    assert_eq!(pairs[0], ("prompt_tokens", 7));
+    assert_eq!(pairs[1], ("cached_tokens", 0));
+    assert_eq!(pairs[22], ("rolled_back_steps", 9));
 }
 
 #[test]

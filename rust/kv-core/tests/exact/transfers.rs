@@ -24,7 +24,7 @@ fn blocks(transfer: &Transfer) -> Vec<u32> {
     blocks.map(|loading| loading.block.get()).collect()
 }
 
-fn prefilled(m: &mut BlockManager, seq: &SeqHandle) -> Prefill {
+fn tried(m: &mut BlockManager, seq: &SeqHandle) -> Prefill {
     let plan = begin(m, PLENTY);
     let answer = m.prefill(plan.key(), seq.key(), PLENTY, None);
     m.rollback(plan.key()).expect("the newest");
@@ -69,10 +69,7 @@ fn the_life_of_a_transfer() {
     assert_eq!(table(&m, &seq, 0), []);
 
     let serial = transfer.key().serial();
-    assert_eq!(
-        prefilled(&mut m, &seq),
-        Prefill::Loading { transfer: serial }
-    );
+    assert_eq!(tried(&mut m, &seq), Prefill::Loading { transfer: serial });
 
     assert_eq!(m.complete(transfer.key(), 2), Ok(8));
     assert_eq!(usage(&mut m), [6, 0, 2, 0, 0]);
@@ -81,11 +78,11 @@ fn the_life_of_a_transfer() {
     assert_eq!((view.num_cached_tokens, view.num_restored_tokens), (0, 8));
     assert_eq!(view.num_computed_tokens, 8);
     assert_eq!((m.take_events().len(), m.cached_hashes().len()), (1, 2));
-    assert_eq!(prefilled(&mut m, &seq), planned(0, 2));
+    assert_eq!(tried(&mut m, &seq), planned(0, 2));
 
     // Another one finds them in the cache.
     let other = sequence(&mut m, prompt(10));
-    assert_eq!(prefilled(&mut m, &other), planned(8, 2));
+    assert_eq!(tried(&mut m, &other), planned(8, 2));
     let stats = m.stats();
     assert_eq!((stats.reserved_blocks, stats.restored_blocks), (2, 2));
     assert_eq!((stats.restored_tokens, stats.cached_tokens), (8, 0));
@@ -102,7 +99,7 @@ fn a_part_of_it_arrives() {
     assert_eq!(transfer.indices(), 0..3);
     assert_eq!(m.complete(transfer.key(), 2), Ok(8));
     assert_eq!(usage(&mut m), [6, 0, 2, 0, 0]);
-    assert_eq!(prefilled(&mut m, &seq), planned(0, 8));
+    assert_eq!(tried(&mut m, &seq), planned(0, 8));
     // The next one goes on from there.
     let next = reserved(&mut m, &seq, PLENTY);
     assert_eq!(next.indices(), 2..4);
@@ -126,7 +123,7 @@ fn a_failed_transfer_is_counted_and_not_seen() {
             _ => assert_eq!(m.complete(transfer.key(), 0), Ok(0)),
         }
         assert_eq!(usage(&mut m), [8, 0, 0, 0, 0]);
-        assert_eq!(prefilled(&mut m, &seq), planned(0, 10));
+        assert_eq!(tried(&mut m, &seq), planned(0, 10));
         assert_eq!(m.stats().failed_transfers, end + 1);
     }
     assert_eq!(m.take_events(), []);
@@ -146,19 +143,16 @@ fn a_prefix_is_loaded_once() {
     for seq in [&short, &long] {
         let answer = m.reserve(seq.key(), PLENTY);
         assert!(matches!(answer, Ok(Reserve::Loading { transfer }) if transfer == number));
-        assert_eq!(
-            prefilled(&mut m, seq),
-            Prefill::Loading { transfer: number }
-        );
+        assert_eq!(tried(&mut m, seq), Prefill::Loading { transfer: number });
     }
-    assert_eq!(prefilled(&mut m, &other), planned(0, 4));
+    assert_eq!(tried(&mut m, &other), planned(0, 4));
     // Too short to reuse any, or not allowed to.
     let none = sequence(&mut m, prompt(3));
     let fresh = m.sequence(prompt(10), b"", false).expect("tokens");
     let tenant = m.sequence(prompt(10), b"tenant", true).expect("tokens");
-    assert_eq!(prefilled(&mut m, &none), planned(0, 3));
-    assert_eq!(prefilled(&mut m, &fresh), planned(0, 10));
-    assert_eq!(prefilled(&mut m, &tenant), planned(0, 10));
+    assert_eq!(tried(&mut m, &none), planned(0, 3));
+    assert_eq!(tried(&mut m, &fresh), planned(0, 10));
+    assert_eq!(tried(&mut m, &tenant), planned(0, 10));
     assert!(matches!(m.reserve(fresh.key(), 10), Ok(Reserve::NotNeeded)));
     // Neither a pin nor a call without a plan waits: they end before it.
     assert_eq!(
@@ -169,8 +163,8 @@ fn a_prefix_is_loaded_once() {
     );
     assert_eq!(m.reuse_cached(short.key()), Ok(0));
     m.complete(transfer.key(), 2).expect("open");
-    assert_eq!(prefilled(&mut m, &short), planned(4, 1));
-    assert_eq!(prefilled(&mut m, &long), planned(8, 12));
+    assert_eq!(tried(&mut m, &short), planned(4, 1));
+    assert_eq!(tried(&mut m, &long), planned(8, 12));
     assert_eq!(reserved(&mut m, &long, 20).indices(), 2..5);
 }
 
@@ -185,7 +179,7 @@ fn a_transfer_follows_what_is_cached() {
     assert_eq!(usage(&mut m), [2, 0, 0, 1, 1]);
     // The cached block is not evicted meanwhile.
     let large = sequence(&mut m, vec![5; 12]);
-    let answer = prefilled(&mut m, &large);
+    let answer = tried(&mut m, &large);
     assert_eq!(
         answer,
         Prefill::NoRoom {
@@ -381,10 +375,10 @@ fn a_transfer_holds_its_whole_prefix() {
     drop(seq);
     assert_eq!((m.evict_all(), usage(&mut m)), (0, [6, 0, 0, 1, 1]));
     let other = sequence(&mut m, prompt(9));
-    assert_eq!(prefilled(&mut m, &other), Prefill::Loading { transfer: 1 });
+    assert_eq!(tried(&mut m, &other), Prefill::Loading { transfer: 1 });
     m.abandon(transfer.key()).expect("open");
     assert_eq!((m.evict_all(), usage(&mut m)), (1, [7, 0, 0, 0, 1]));
-    assert_eq!(prefilled(&mut m, &other), planned(0, 9));
+    assert_eq!(tried(&mut m, &other), planned(0, 9));
 }
 
 /// For a disk that does not answer: no prefill waits any more, and its blocks are not free before it ends.
@@ -400,14 +394,14 @@ fn an_abandoned_transfer_holds_its_blocks() {
         needed: 3,
         available: 2,
     };
-    assert_eq!(prefilled(&mut m, &seq), no_room);
+    assert_eq!(tried(&mut m, &seq), no_room);
     assert_eq!(m.complete(transfer.key(), 2), Ok(0));
     assert_eq!(usage(&mut m), [4, 0, 0, 0, 0]);
     assert_eq!(
         (m.stats().failed_transfers, m.stats().restored_blocks),
         (1, 0)
     );
-    assert_eq!(prefilled(&mut m, &seq), planned(0, 10));
+    assert_eq!(tried(&mut m, &seq), planned(0, 10));
 }
 
 /// Two at once, ended in the other order. The second one restores nothing before the first one has.
@@ -419,7 +413,7 @@ fn transfers_end_in_any_order() {
     let second = reserved(&mut m, &two, 8);
     assert_eq!((blocks(&first), blocks(&second)), (vec![0, 1], vec![2, 3]));
     assert_eq!(m.complete(second.key(), 2), Ok(7));
-    assert_eq!(prefilled(&mut m, &one), Prefill::Loading { transfer: 1 });
+    assert_eq!(tried(&mut m, &one), Prefill::Loading { transfer: 1 });
     assert_eq!(m.complete(first.key(), 2), Ok(7));
     assert_eq!(usage(&mut m), [12, 0, 4, 0, 0]);
 }
@@ -442,12 +436,12 @@ fn a_group_is_given_what_its_window_needs() {
     drop(seq);
     // A shorter prompt lacks the block of its window alone.
     let short = sequence(&mut m, prompt(9));
-    assert_eq!(prefilled(&mut m, &short), planned(0, 9));
+    assert_eq!(tried(&mut m, &short), planned(0, 9));
     let transfer = reserved(&mut m, &short, 8);
     let indices = transfer.blocks().iter().map(|at| (at.index, at.group));
     assert_eq!(indices.collect::<Vec<_>>(), [(1, 1)]);
     assert_eq!(usage(&mut m), [10, 3, 0, 2, 1]);
-    assert_eq!(prefilled(&mut m, &short), Prefill::Loading { transfer: 2 });
+    assert_eq!(tried(&mut m, &short), Prefill::Loading { transfer: 2 });
     m.take_events();
     assert_eq!(m.complete(transfer.key(), 2), Ok(8));
     assert_eq!(m.take_events(), []); // it was stored before
@@ -518,7 +512,7 @@ fn a_transfer_is_named_by_whoever_waits_for_it() {
         })
         .collect();
     for (transfer, seq) in &open {
-        let waits = prefilled(&mut m, seq);
+        let waits = tried(&mut m, seq);
         let transfer = transfer.key().serial();
         assert_eq!(waits, Prefill::Loading { transfer });
     }
@@ -598,7 +592,7 @@ fn blocks_are_evicted_ahead() {
     assert_eq!(usage(&mut m), [1, 1, 0, 2, 0]);
     assert_eq!(removed(&m.take_events()).len(), 2);
     let seq = sequence(&mut m, block_of(1));
-    assert_eq!(prefilled(&mut m, &seq), planned(0, 4));
+    assert_eq!(tried(&mut m, &seq), planned(0, 4));
     m.attach(seq.key(), &pin).expect("it is empty");
     assert_eq!(table(&m, &seq, 0), []);
     drop(pin);

@@ -196,7 +196,9 @@ impl Model {
     }
 
     fn is_cached(&self, block: u32) -> bool {
-        self.cached_blocks.values().any(|&block_id| block_id == block)
+        self.cached_blocks
+            .values()
+            .any(|&block_id| block_id == block)
     }
 
     pub(crate) fn usage(&self) -> PoolUsage {
@@ -803,7 +805,8 @@ impl Model {
         }
         for (group, block) in entries.iter().enumerate() {
             let prefix = (prefix.clone(), group);
-            self.cached_blocks.insert(prefix, block.expect("just taken"));
+            self.cached_blocks
+                .insert(prefix, block.expect("just taken"));
         }
         let s = self.seqs.get_mut(&seq).expect("live");
         s.registered += 1;
@@ -1284,7 +1287,8 @@ impl Model {
             .collect();
         for &(index, group, block) in &loading {
             let tokens = s.tokens[..(index + 1) * size].to_vec();
-            self.cached_blocks.insert(((s.namespace, tokens), group), block);
+            self.cached_blocks
+                .insert(((s.namespace, tokens), group), block);
         }
         self.num_loads += 1;
         let load = Load {

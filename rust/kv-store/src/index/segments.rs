@@ -6,7 +6,6 @@ use super::{EntryId, Index, Segment, State};
 use crate::format::{FILE_HEADER, RECORD};
 
 impl Index {
-    /// A new, empty segment.
     pub(crate) fn add_segment(&mut self, id: u32) {
         let header = FILE_HEADER as u64;
         let segment = Segment {
@@ -82,7 +81,6 @@ impl Index {
             .collect()
     }
 
-    /// Removes a segment whose files are gone.
     pub(crate) fn remove_segment(&mut self, id: u32) {
         let segment = self.segments.remove(&id).expect("a segment that exists");
         debug_assert!(segment.is_condemned && segment.readers == 0);
