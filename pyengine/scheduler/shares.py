@@ -54,7 +54,7 @@ class StepTimes:
         return more is None or less is None or more > 2 * less
 
     def largest_within(self, seconds: float, max_tokens: int) -> int:
-        """The most tokens, up to `most`, of a step that is not expected to take longer."""
+        """The most tokens, up to `max_tokens`, of a step that is not expected to take longer."""
         for size in sorted(self._seconds):
             if (mean := self._seconds[size]) > seconds:
                 self._seconds[size] *= _FORGOTTEN

@@ -524,8 +524,8 @@ fn turn_few(lines: &mut [Line<f32>; ROWS]) {
     }
 }
 
-/// `lines[place][pair]` becomes 16 elements of two neighbouring values: of each 32, the even place has 0 to 3, 8 to 11 and
-/// so on, as one instruction gives them, the odd one the others. [`in_order`] has their sums.
+/// `lines[column][pair]` becomes 16 elements of two neighbouring values: of each 32, the even column has 0 to 3, 8 to 11
+/// and so on, as one instruction gives them, the odd one the others. [`in_order`] has their sums.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn turn_values(values: &[&[u16]; TILE], lines: &mut [Line<u32>]) {

@@ -20,14 +20,14 @@ pub(crate) trait Dots<const L: usize>: Vector<L> {
     /// The lower and the higher four bits of each byte.
     fn nibbles(bytes: Self::Codes) -> [Self::Codes; 2];
 
-    /// `nibbles` with more bits above them: those of `plane` from bit `place` on that `mask` has.
-    fn with_bits<const PLACE: u32, const MASK: u8>(
+    /// `nibbles` with more bits above them: the bits of `plane` from bit `SHIFT` on that are in `MASK`.
+    fn with_bits<const SHIFT: u32, const MASK: u8>(
         nibbles: Self::Codes,
         plane: Self::Codes,
     ) -> Self::Codes;
 
-    /// `start` plus the products of `N` times four codes of at most `MAX_CODE` with as many numbers. With `MAX_CODE` 255, `start`
-    /// must be -128 times the sum of the numbers.
+    /// `start` plus the products of `N` times four codes of at most `MAX_CODE` with as many numbers. With `MAX_CODE` 255,
+    /// `start` must be -128 times the sum of the numbers.
     fn dot<const N: usize, const MAX_CODE: i32>(
         codes: &[Self::Codes],
         numbers: &[[i8; 4]],
@@ -88,12 +88,12 @@ impl Dots<8> for [f32; 8] {
     }
 
     #[inline(always)]
-    fn with_bits<const PLACE: u32, const MASK: u8>(
+    fn with_bits<const SHIFT: u32, const MASK: u8>(
         nibbles: Self::Codes,
         plane: Self::Codes,
     ) -> Self::Codes {
         let code = |lane: usize, at: usize| {
-            let bits = u32::from(plane[lane][at]) << 4 >> PLACE;
+            let bits = u32::from(plane[lane][at]) << 4 >> SHIFT;
             nibbles[lane][at] | bits as u8 & MASK
         };
         std::array::from_fn(|lane| std::array::from_fn(|at| code(lane, at)))
@@ -305,14 +305,14 @@ mod arm {
         }
 
         #[inline(always)]
-        fn with_bits<const PLACE: u32, const MASK: u8>(
+        fn with_bits<const SHIFT: u32, const MASK: u8>(
             mut nibbles: [uint8x16_t; 2],
             plane: [uint8x16_t; 2],
         ) -> [uint8x16_t; 2] {
             for at in 0..2 {
                 // SAFETY: see above.
                 unsafe {
-                    let shift = vdupq_n_s8(4 - PLACE as i8);
+                    let shift = vdupq_n_s8(4 - SHIFT as i8);
                     let bits = vandq_u8(vshlq_u8(plane[at], shift), vdupq_n_u8(MASK));
                     nibbles[at] = vorrq_u8(nibbles[at], bits);
                 }
@@ -436,13 +436,13 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn with_bits<const PLACE: u32, const MASK: u8>(
+        fn with_bits<const SHIFT: u32, const MASK: u8>(
             nibbles: __m256i,
             plane: __m256i,
         ) -> __m256i {
             // SAFETY: see above.
             unsafe {
-                let bits = match PLACE {
+                let bits = match SHIFT {
                     0 => _mm256_slli_epi16::<4>(plane),
                     1 => _mm256_slli_epi16::<3>(plane),
                     2 => _mm256_slli_epi16::<2>(plane),
@@ -559,13 +559,13 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn with_bits<const PLACE: u32, const MASK: u8>(
+        fn with_bits<const SHIFT: u32, const MASK: u8>(
             nibbles: __m512i,
             plane: __m512i,
         ) -> __m512i {
             // SAFETY: see above.
             unsafe {
-                let bits = match PLACE {
+                let bits = match SHIFT {
                     0 => _mm512_slli_epi16::<4>(plane),
                     1 => _mm512_slli_epi16::<3>(plane),
                     2 => _mm512_slli_epi16::<2>(plane),

@@ -132,7 +132,7 @@ impl Part<'_> {
         KEPT.set(memory);
     }
 
-    /// Writes what becomes of the sums of a group of rows and of these panels, `most` of which have tiles.
+    /// Writes the outputs of a group of rows for these panels; at most `max_panels` have tiles.
     #[inline(always)]
     fn finish(
         &self,
@@ -148,15 +148,15 @@ impl Part<'_> {
                 widen(&all[self.first * lines::WIDTH + column..], &mut bias);
             }
             for (row, out) in out.iter_mut().enumerate() {
-                let tile_lines = (row / ROWS * max_panels + number) * ROWS + row % ROWS;
-                let mut floats = sums[tile_lines].0;
+                let line = (row / ROWS * max_panels + number) * ROWS + row % ROWS;
+                let mut floats = sums[line].0;
                 for (float, bias) in floats.iter_mut().zip(bias) {
                     *float += bias;
                 }
                 let rounded = match self.product.gate {
                     None => floats.map(u16::narrow), // in registers
                     Some((_, activation)) => {
-                        activation.apply(&mut floats, &gates[tile_lines].0);
+                        activation.apply(&mut floats, &gates[line].0);
                         floats.map(u16::narrow)
                     }
                 };

@@ -5,7 +5,7 @@ use crate::pool::BlockId;
 use crate::state::{Entry, State, Step};
 use crate::tokens::Tokens;
 
-/// How many of `rest` tokens from `start` on to compute, at most `most`: up to a block boundary if not all.
+/// How many of `rest` tokens from `start` on to compute, at most `max_tokens`: up to a block boundary if not all.
 fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
     let boundary = (start + max_tokens) / block_size * block_size;
     match rest {
