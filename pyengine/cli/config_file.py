@@ -87,7 +87,7 @@ def _as_text(name: str, value: Any, parameter: Any) -> str | list[str]:
     values = value if isinstance(value, list) else [value]
     if len(values) != 1 and not is_repeatable:
         raise typer.BadParameter(f"{name} must be a single value")
-    if not all(isinstance(it, str | int | float) for it in values):
+    if not all(isinstance(value, str | int | float) for value in values):
         raise typer.BadParameter(f"{name} must be a text, a number, true or false")
-    texts = [str(it).lower() if isinstance(it, bool) else str(it) for it in values]
+    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
     return texts if is_repeatable else texts[0]

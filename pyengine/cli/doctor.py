@@ -96,7 +96,7 @@ def findings(machine: Machine, installed: Installation) -> list[Finding]:
         *_gpu(machine, installed),
         *_optional(machine, installed),
     ]
-    return sorted(unsorted, key=lambda it: ("missing", "slow", "note").index(it.kind))
+    return sorted(unsorted, key=lambda finding: ("missing", "slow", "note").index(finding.kind))
 
 
 def _missing(machine: Machine, installed: Installation) -> Iterator[Finding]:

@@ -94,7 +94,7 @@ def generate(
             return
         engine = factory_of(context)(settings)
         ready = to_engine(engine, [batch.prompts[index] for index in remaining], template)
-        ids = [it["prompt_token_ids"] for it in ready if isinstance(it, dict)]
+        ids = [prompt["prompt_token_ids"] for prompt in ready if isinstance(prompt, dict)]
         note_reduced(engine, params, [len(prompt) for prompt in ids])
         with nullcontext() if record is None else engine.recording(record):
             meter = Meter.start(engine, is_verbose=verbose)

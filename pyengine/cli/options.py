@@ -140,7 +140,9 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
                     for field in fields(kind)
                     if field.name not in own and field.name != "model"
                 ]
-        options = [it.replace(default=defaults.get(it.name, it.default)) for it in options]
+        options = [
+            option.replace(default=defaults.get(option.name, option.default)) for option in options
+        ]
 
         @wraps(body)
         def run(**values: Any) -> None:
@@ -156,7 +158,9 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
                 option.rich_help_panel = _PANEL.get(parameter.name, common)
         shown: Any = run  # what typer reads
         shown.__signature__ = inspect.Signature([*own.values(), *options])
-        shown.__annotations__ = {it.name: it.annotation for it in (*own.values(), *options)}
+        shown.__annotations__ = {
+            option.name: option.annotation for option in (*own.values(), *options)
+        }
         return run
 
     return decorate

@@ -151,7 +151,7 @@ def _download_gguf(name: str, revision: str | None, token: str | bool | None) ->
     if not file.endswith(".gguf"):
         with _hub_errors(name, revision):
             about = model_info(repository, revision=revision, token=token)
-        file = _gguf_in_format(repository, file, [it.rfilename for it in about.siblings or ()])
+        file = _gguf_in_format(repository, file, [file.rfilename for file in about.siblings or ()])
     path = _download(repository, revision, token, files=[file]) / file
     if not path.is_file():
         raise ModelLoadError(f"{repository} on the Hugging Face hub has no file {file}")
