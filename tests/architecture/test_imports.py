@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shutil
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.support.processes import run_program
+from tests.support.processes import run_program, run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pyengine"
@@ -35,25 +34,18 @@ FEWEST_MODULES = 30
 OWN_IMPORT_MS = 100
 
 
-def lint(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-
-
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def lint(folder: Path, status: int) -> str:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    return run_program(command, cwd=folder, status=status).stdout
 
 
 def test_contracts_are_kept_and_every_module_was_scanned() -> None:
-    done = lint(ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = lint(ROOT, 0)
     seen = grimp.build_graph("pyengine", cache_dir=None).modules  # what import-linter looks at
     files = [path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py")]
     assert seen == {".".join(path.parts).removesuffix(".__init__") for path in files}
     assert len(seen) >= FEWEST_MODULES
-    assert re.search(r"Contracts: [1-9]\d* kept, 0 broken", done.stdout), done.stdout
+    assert re.search(r"Contracts: [1-9]\d* kept, 0 broken", said), said
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} >= PACKAGES
 
 
@@ -88,21 +80,18 @@ def test_a_contract_breaks_when_it_should(tmp_path: Path, package: str, line: st
     shutil.copytree(PACKAGE, tmp_path / "pyengine", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "pyengine" / package / "intruder.py").write_text(f"{line}\n")
-    done = lint(tmp_path)
-    assert done.returncode == 1
-    assert f"pyengine.{package.replace('/', '.')}.intruder" in done.stdout, done.stdout
+    said = lint(tmp_path, 1)
+    assert f"pyengine.{package.replace('/', '.')}.intruder" in said, said
 
 
 def imports_of_files(folder: Path) -> dict[str, set[str]]:
     """The files of ours that each file of a package imports, also for types and in functions."""
-    command = [
-        sys.executable,
-        "-c",
+    code = (
         "import grimp, json; graph = grimp.build_graph('pyengine', cache_dir=None)\n"
         "print(json.dumps({name: [*graph.find_modules_directly_imported_by(name)]"
-        " for name in graph.modules}))",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        " for name in graph.modules}))"
+    )
+    done = run_python(code, cwd=folder)
     return {name: set(imports) for name, imports in json.loads(done.stdout).items()}
 
 
@@ -156,20 +145,20 @@ def test_each_module_of_the_extension_has_one_importer(module: str, package: str
     ],
 )
 def test_one_module_of_the_extension_does_not_load_the_other(line: str, other: str) -> None:
-    loaded = python(f"import sys; {line}; print(sorted(sys.modules))")
+    loaded = run_python(f"import sys; {line}; print(sorted(sys.modules))").stdout
     assert f"'pyengine.{other}'" not in loaded
     assert "'torch'" not in loaded
 
 
 def test_both_modules_of_the_extension_are_in_one_file_and_have_exceptions_of_their_own() -> None:
-    names = python(
+    names = run_python(
         "from pyengine import _cpu, _kv\n"
         "assert _cpu.__file__ == _kv.__file__ and _cpu.__name__ == 'pyengine._cpu'\n"
         "shared = set(_cpu.__all__) & set(_kv.__all__) - {'__version__'}\n"
         "assert not any(getattr(_cpu, name) is getattr(_kv, name) for name in shared)\n"
         "print(*sorted(shared))"
     )
-    assert names.split() == ["BufferError", "ConfigError", "HandleError"]
+    assert names.stdout.split() == ["BufferError", "ConfigError", "HandleError"]
 
 
 def test_no_module_imports_from_the_package_itself() -> None:
@@ -179,27 +168,27 @@ def test_no_module_imports_from_the_package_itself() -> None:
 
 
 def test_import_pyengine_loads_numpy_and_nothing_else() -> None:
-    loaded = python(
+    loaded = run_python(
         "import json, sys; before = set(sys.modules)\n"
         "import pyengine; pyengine.BlockManager\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
     )
-    others = set(json.loads(loaded)) - set(sys.stdlib_module_names)
+    others = set(json.loads(loaded.stdout)) - set(sys.stdlib_module_names)
     assert "pyengine" in others
     assert others <= {"pyengine", "numpy"}
 
 
 @pytest.mark.parametrize("module", ["pyengine.scheduler", "pyengine.kv_cache", "pyengine.cli.app"])
 def test_no_torch_before_it_is_needed(module: str) -> None:
-    heavy = python(
+    heavy = run_python(
         f"import sys, {module}; print({{'torch', 'transformers', 'tokenizers'}} & set(sys.modules))"
     )
-    assert heavy.strip() == "set()"
+    assert heavy.stdout.strip() == "set()"
 
 
 def test_own_import_time_is_small() -> None:
     """Self time of our own modules, the extension included, by the interpreter's own clock."""
-    done = run_program([sys.executable, "-X", "importtime", "-c", "import pyengine"], check=True)
+    done = run_program([sys.executable, "-X", "importtime", "-c", "import pyengine"])
     own = re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+(pyengine\S*)", done.stderr)
     assert "pyengine" in {name for _, name in own}
     assert sum(int(micros) for micros, _ in own) / 1000 < OWN_IMPORT_MS

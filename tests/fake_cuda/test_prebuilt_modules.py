@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from benches.gpu.first_run.modules import ARCHITECTURE, PREBUILT
-from tests.support.docs import ROOT
 from tests.support.processes import run_python
 
 CODE = """
@@ -36,19 +35,12 @@ NAME = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtyp
 
 
 def test_prebuilt_modules_are_those_that_flashinfer_looks_for(tmp_path: Path) -> None:
-    done = run_python(
-        CODE,
-        str(tmp_path / "kit"),
-        str(tmp_path / "site"),
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
-            "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    names = done.stdout.split()
+    variables = {
+        "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE,
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+    }
+    kit, site = tmp_path / "kit", tmp_path / "site"
+    names = run_python(CODE, kit, site, env=os.environ | variables).stdout.split()
     assert len(set(names)) == len(PREBUILT)
     assert names[:2] == [
         f"{NAME}_head_dim_qk_128_head_dim_vo_128_posenc_0_use_swa_False_use_logits_cap_False_f16qk_False",

@@ -1,7 +1,5 @@
 """A real model in a separate thread while the next step is planned gives the same tokens."""
 
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from shutil import which
@@ -22,6 +20,7 @@ from pyengine.request.prompts import Prompt
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.checkpoints import save_model, save_tiny
 from tests.support.engines import LazyQueue, make_processor
+from tests.support.processes import run_python
 
 SIZE: dict[str, Any] = {"hidden_size": 32, "vocab_size": 97, "max_position_embeddings": 256}
 
@@ -221,6 +220,5 @@ print(next(stream).finished)
 
 
 def test_python_ends_quietly_in_an_open_stream(folder: Path) -> None:
-    command = [sys.executable, "-c", OPEN_STREAM, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+    done = run_python(OPEN_STREAM, folder, timeout=100)
+    assert (done.stdout, done.stderr) == ("False\n", "")

@@ -124,12 +124,8 @@ def test_compiled_steps_use_the_threads_of_the_moment_and_have_the_same_bits(
     """Layers so wide that torch's compiler divides a row's sum."""
     sizes = {"hidden_size": 8192, "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     save_tiny(tmp_path, **sizes)
-    done = run_python(
-        _COUNT_THREADS,
-        tmp_path,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
-    )
-    assert done.stdout.split() == ["0", "1", "True"], done.stderr
+    variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    assert run_python(_COUNT_THREADS, tmp_path, env=variables).stdout.split() == ["0", "1", "True"]
     sources = [file.read_text() for file in (tmp_path / "cache").rglob("*.cpp")]
     regions = [each for each in sources if "#pragma omp parallel" in each]
     assert regions and not [each for each in regions if "num_threads(" in each]

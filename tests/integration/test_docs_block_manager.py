@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from benches.test_block_manager import CASES
 from pyengine import _cpu, _kv
 from pyengine.kv_cache import COUNTERS, BlockManager, Pin, Sequence, StepPlan, Stored
 from tests.support.docs import ROOT, table
+from tests.support.processes import run_program
 
 GUIDE = "docs/guides/block-manager.md"
 REFERENCE = "docs/reference/block-manager.md"
@@ -102,8 +102,7 @@ def test_the_table_of_costs_names_what_is_timed() -> None:
 
 def test_what_is_timed_runs() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", "benches"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
+    done = run_program(command)
     assert f"{len(CASES)} passed" in done.stdout
 
 

@@ -1,13 +1,13 @@
 """docs/explanation/one-call.md: its functions are those that a call enters, in that order."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from pyengine.cpu import CpuAttention
 from tests.support.docs import ROOT, table
+from tests.support.processes import run_program
 
 PAGE = "docs/explanation/one-call.md"
 NUMBERS = re.compile(r"(\d+) functions of (\d+) classes in (\d+) files")
@@ -22,8 +22,7 @@ def numbers(text: str) -> list[int]:
 
 @pytest.mark.skipif(not CpuAttention.is_fast(), reason="other functions without the CPU kernels")
 def test_a_call_enters_the_functions_of_the_page_in_its_order() -> None:
-    command = [sys.executable, "tools/call_walk.py", "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    done = run_program([sys.executable, "tools/call_walk.py", "--list"])
     lines = [line for line in done.stdout.splitlines() if line.startswith("pyengine/")]
     entered = [line.split(": ")[1] for line in lines]
     named = [row[1] for row in table(PAGE, "stage", "function")]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pyengine.server.app import create_app
 from pyengine.server.schemas.requests import ChatCompletionRequest, CompletionRequest
 from pyengine.server.settings import ServerSettings
 from tests.support.docs import ROOT, blocks, table
+from tests.support.processes import run_program
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 
 DOCUMENT = "docs/guides/serving.md"
@@ -48,7 +48,7 @@ def test_curl_gets_answers(document: str, server: RunningServer) -> None:
     for command in commands:
         asked = command.replace("localhost:8000", server.address)
         assert asked != command
-        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+        done = run_program(["bash", "-c", asked])
         lines = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
         if '"stream": true' in command:
             assert lines.pop() == "[DONE]"

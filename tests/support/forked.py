@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.processes import ROOT, ended_with
 
 
 def run_forked(
@@ -30,8 +30,9 @@ def run_forked(
     input: str = "",
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
+    status: int | None = 0,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `code` as `python -c` does; one that takes longer is killed (status -9)."""
+    """Run `code` as `run_python` does; one that takes longer is killed (status -9)."""
     parent = _parent()
     assert parent.stdin is not None and parent.stdout is not None
     with tempfile.TemporaryDirectory() as name:
@@ -45,9 +46,10 @@ def run_forked(
             "timeout": timeout,
         }
         print(json.dumps(asked), file=parent.stdin, flush=True)
-        status = int(parent.stdout.readline())
+        reached = int(parent.stdout.readline())
         output, errors = (folder / "1").read_text(), (folder / "2").read_text()
-    return subprocess.CompletedProcess([code, *arguments], status, output, errors)
+    done = subprocess.CompletedProcess([code, *arguments], reached, output, errors)
+    return ended_with(status, done)
 
 
 @cache

@@ -1,12 +1,15 @@
 """Processes that tests start, and running ones by /proc."""
 
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,56 @@ from typing import Any
 WORKERS = ("pyengine.executor.tensor_parallel.worker", "tests.support.faulty_worker")
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def run_python(code: str, *arguments: object, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run `code` in a new Python; what it printed is in the result."""
-    return run_program([sys.executable, "-c", code, *map(str, arguments)], **options)
+    """Run `code` in a new Python, as `run_program` does."""
+    return run_program([sys.executable, "-c", code, *arguments], **options)
 
 
 def run_program(
-    command: Sequence[str | Path], *, check: bool = False, **options: Any
+    command: Sequence[object], *, status: int | None = 0, cwd: Path = ROOT, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command; what it printed is in the result. `options` are those of `subprocess.run`."""
-    return subprocess.run(command, capture_output=True, text=True, check=check, **options)
+    """Run a command that must end with `status`, or with any if that is None.
+
+    The result has its output. `options` are those of `subprocess.run`.
+    """
+    words = list(map(str, command))
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, **options)
+    return ended_with(status, done)
+
+
+def ended_with(
+    status: int | None, done: "subprocess.CompletedProcess[str]"
+) -> "subprocess.CompletedProcess[str]":
+    """`done`, whose status must be this one unless it is None."""
+    said = f"{done.stdout[-6000:]}{done.stderr[-4000:]}"
+    assert status in (None, done.returncode), f"ended with {done.returncode}: {said}"
+    return done
+
+
+def in_a_fork(act: Callable[[], object], seconds: float = 20) -> str:
+    """The error or result of `act` in a fork of this process; "hangs" if it does not end."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            reply = str(act())
+        except BaseException as error:
+            reply = f"{type(error).__name__}: {error}"
+        os.write(theirs, reply.encode())
+        os._exit(0)
+    os.close(theirs)
+    timer = threading.Timer(seconds, os.kill, (child, signal.SIGKILL))
+    timer.start()
+    with open(ours, "rb") as answer:
+        reply = answer.read().decode()
+    os.waitpid(child, 0)
+    timer.cancel()
+    return reply or "hangs"
 
 
 def workers_of(parent: int) -> list[int]:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.child import Child, ChildError
-from tests.support.docs import ROOT
 from tests.support.processes import is_running, run_python, wait_for_end
 from tests.support.without_torch import needs_torch
 
@@ -102,8 +101,7 @@ def test_it_ends_with_whoever_started_it() -> None:
         "if __name__ == '__main__':\n"
         "    print(Child().run(os.getpid, seconds=60), flush=True); os.kill(os.getpid(), 9)"
     )
-    done = run_python(code, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = run_python(code, status=-signal.SIGKILL)
     assert wait_for_end([int(done.stdout)], SOON) == []
     assert not is_running(int(done.stdout))
 
@@ -120,5 +118,5 @@ def test_what_is_imported_before_a_fork_asks_for_no_device() -> None:
         "for name in PRELOADED: importlib.import_module(name)\n"
         "print(asked, torch.cuda.is_initialized())"
     )
-    done = run_python(code, cwd=ROOT)
+    done = run_python(code)
     assert done.stdout.strip() == "[] False", done.stdout + done.stderr

@@ -3,8 +3,6 @@
 import dataclasses
 import inspect
 import reprlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.errors import ConfigurationError
 from pyengine.utils.settings import option_of
+from tests.support.processes import run_python
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineSettings)}
 
@@ -161,5 +160,5 @@ def test_the_token_is_not_shown() -> None:
 
 def test_it_imports_nothing_heavy() -> None:
     code = "import sys, pyengine.config; print({'torch', 'typer', 'rich'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert done.stdout == "set()\n"

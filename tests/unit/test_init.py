@@ -1,8 +1,5 @@
 """The package's front door: what it offers, and what it says when something is missing."""
 
-import subprocess
-import sys
-
 import pytest
 
 import pyengine
@@ -11,9 +8,7 @@ from tests.support.processes import run_python
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_python(code).stdout.strip()
 
 
 def test_every_public_name_is_there() -> None:
@@ -58,8 +53,7 @@ def test_without_a_library_there_is_one_short_error(part: str, missing: str) -> 
     names = LIBRARIES if missing == "all" else [missing]
     gone = f"import sys; sys.modules.update(dict.fromkeys({names}))"
     code = f"{gone}; import pyengine; pyengine.{part}()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python(code, status=1)
     lines = done.stderr.splitlines()
     assert len(lines) < 9, done.stderr
     expected = needs_extra("engine", f"pyengine.{part}", names[0])
@@ -78,12 +72,9 @@ def test_a_command_without_a_library_names_the_extra(command: str, missing: str)
         f"import sys; sys.modules[{missing!r}] = None; import pyengine.cli\n"
         f"sys.argv = ['pyengine', *{command.split()}]; pyengine.cli.main()"
     )
-    done = run_python(code, input="")
-    said = [line for line in done.stderr.splitlines() if line != "starting ..."]
-    assert (done.returncode, said) == (
-        1,
-        [f"error: {needs_extra('engine', 'the engine', missing)}"],
-    )
+    done = run_python(code, status=1, input="")
+    said = done.stderr.removeprefix("starting ...\n")
+    assert said == f"error: {needs_extra('engine', 'the engine', missing)}\n"
 
 
 def test_sources_without_the_extension_name_the_command_that_builds_it() -> None:
@@ -116,8 +107,7 @@ def test_on_windows_the_block_manager_runs_and_the_engine_says_that_it_does_not(
 
 def test_on_windows_the_command_line_says_that_it_does_not_run() -> None:
     code = WINDOWS + "import pyengine.cli; sys.argv = ['pyengine', 'serve']; pyengine.cli.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python(code, status=1)
     assert done.stderr.startswith("error: the command line does not run on Windows")
     assert done.stdout == ""
 

@@ -131,22 +131,20 @@ def test_installing_compiles_bytecode() -> None:
     """Where PYTHONDONTWRITEBYTECODE is set, each start would compile every module again."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert settings["tool"]["uv"]["compile-bytecode"]
-    plan = run_program(["make", "-n", "-B", "hello"], cwd=ROOT, check=True).stdout
+    plan = run_program(["make", "-n", "-B", "hello"]).stdout
     compiling = plan.index("-m compileall -q pyengine")
     assert plan.index("maturin develop") < compiling < plan.index("pyengine generate")
 
 
 def test_building_prints_no_line_for_each_library_of_an_extra() -> None:
     """maturin gives pip the libraries of all extras: it names what it leaves out, unless quiet."""
-    plan = run_program(["make", "-n", "-B", ".venv/.built"], cwd=ROOT, check=True)
+    plan = run_program(["make", "-n", "-B", ".venv/.built"])
     [line] = [each for each in plan.stdout.splitlines() if "maturin develop" in each]
     settings = dict(word.split("=", 1) for word in line.split() if re.match(r"[A-Z_]+=", word))
 
-    def pip(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "pip", "--no-input", "install", "--no-index", *arguments]
-        return run_program(command, env=os.environ | settings)
-
-    done = pip("left-out; extra == 'bench'")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    failed = pip("there-is-no-such-distribution")
-    assert failed.returncode == 1 and "ERROR: No matching distribution" in failed.stderr
+    install = [sys.executable, "-m", "pip", "--no-input", "install", "--no-index"]
+    variables = os.environ | settings
+    done = run_program([*install, "left-out; extra == 'bench'"], env=variables)
+    assert (done.stdout, done.stderr) == ("", "")
+    failed = run_program([*install, "there-is-no-such-distribution"], env=variables, status=1)
+    assert "ERROR: No matching distribution" in failed.stderr

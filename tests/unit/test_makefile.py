@@ -11,7 +11,7 @@ SHOWN = re.compile(r"^  make (?P<target>[a-z0-9-]+) +(?P<time>\d+ (?:s|min)|minu
 
 def targets(command: str) -> list[str]:
     """The targets that a command shows, each with its time."""
-    done = run_program(["make", "--silent", command], cwd=ROOT, check=True)
+    done = run_program(["make", "--silent", command])
     lines = [line for line in done.stdout.splitlines() if line.startswith("  make ")]
     shown = [SHOWN.match(line) for line in lines if "make help-all has" not in line]
     assert all(shown), lines

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from pyengine.cli.app import app
 from pyengine.kv_cache import KVBlocks, KVStore, kv_fingerprint
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 MODELS = [kv_fingerprint([("model", name)]) for name in (b"small", b"large")]
@@ -217,6 +218,4 @@ def test_torch_is_not_loaded(folder: Path) -> None:
         except SystemExit as left:
             assert not left.code
         print("torch" in sys.modules, "pyengine.kv_cache" in sys.modules)"""
-    command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.endswith("False True\n")
+    assert run_python(code, folder).stdout.endswith("False True\n")

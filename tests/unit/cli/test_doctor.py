@@ -1,8 +1,6 @@
 """`pyengine doctor`: what it finds on machines that are described to it, and on this one."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +13,7 @@ from pyengine.cli.app import app
 from pyengine.cli.doctor import Finding, Installation, findings
 from pyengine.cli.machine import Library, Machine, TorchFacts, libraries_of, this_machine
 from pyengine.utils.cpus import UsableCpus
+from tests.support.processes import run_python
 
 GIB = 1 << 30
 MACHINE = Machine(
@@ -229,8 +228,7 @@ def test_without_typer_and_torch_it_works_and_names_what_is_missing() -> None:
         "sys.argv = ['pyengine', 'doctor', '--json']\n"
         "from pyengine.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    done = run_python(code, status=1)
     found = json.loads(done.stdout)["findings"]
     assert "torch cannot be loaded" in found[0]["text"]
     assert found[0]["kind"] == "missing"

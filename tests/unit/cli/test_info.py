@@ -1,8 +1,6 @@
 """`pyengine info`, the root command, and the door in front of them."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +9,7 @@ import pyengine
 from pyengine.cli.app import app
 from pyengine.errors import ConfigurationError
 from pyengine.utils.packaging import needs_extra
+from tests.support.processes import run_python
 from tests.unit.cli.fakes import FakeEngine
 
 
@@ -82,6 +81,5 @@ def test_commands_that_are_none(arguments: list[str], said: str) -> None:
 
 def test_without_typer_the_extra_is_named() -> None:
     code = "import sys; sys.modules['typer'] = None; from pyengine.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python(code, status=1)
     assert done.stderr == f"error: {needs_extra('engine', 'the command line', 'typer')}\n"

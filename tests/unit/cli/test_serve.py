@@ -1,6 +1,5 @@
 """`pyengine serve` where it cannot serve: a sentence, before a model is loaded."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ from typer.testing import CliRunner
 
 from pyengine.cli.app import app
 from pyengine.utils.packaging import needs_extra
+from tests.support.processes import run_python
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])
@@ -16,8 +16,7 @@ def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
         f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['pyengine', 'serve']; "
         "from pyengine.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python(code, status=1)
     assert (
         done.stderr == f"starting ...\nerror: {needs_extra('serve', 'pyengine serve', missing)}\n"
     )

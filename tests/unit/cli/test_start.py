@@ -42,8 +42,7 @@ def test_it_answers_at_once(arguments: list[str], status: int, tmp_path: Path) -
     for name, text in (("a.txt", "What is a cat?"), ("b.txt", "What is a dog?")):
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{CODE}"]
-    done = run_program([*command, *arguments], cwd=tmp_path)
-    assert done.returncode == status, done.stderr
+    done = run_program([*command, *arguments], status=status, cwd=tmp_path)
     _, seconds, *heavy = done.stdout.splitlines()[-1].split()
     assert heavy == []
     assert float(seconds) < MOST_SECONDS
@@ -51,7 +50,6 @@ def test_it_answers_at_once(arguments: list[str], status: int, tmp_path: Path) -
 
 
 def test_python_runs_the_package_like_the_command() -> None:
-    done = run_program([sys.executable, "-m", "pyengine", "genrate"], cwd=ROOT)
-    assert done.returncode == 2
+    done = run_program([sys.executable, "-m", "pyengine", "genrate"], status=2)
     assert "generate" in done.stderr
     assert "Traceback" not in done.stderr

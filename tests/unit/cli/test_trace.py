@@ -2,7 +2,6 @@
 
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from pyengine.cli import recordings
 from pyengine.cli.app import app
 from pyengine.kv_cache import BlockManager
 from tests.support.blocks import computed
+from tests.support.processes import run_python
 
 
 @pytest.fixture
@@ -152,8 +152,7 @@ BASE_INSTALL = (
 
 
 def run_bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", BASE_INSTALL, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return run_python(BASE_INSTALL, *arguments, timeout=60, status=None)
 
 
 def test_the_base_install_replays(file: Path) -> None:
@@ -186,5 +185,5 @@ def test_torch_is_not_imported(file: Path) -> None:
         "try: main()\n"
         "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert done.stdout.splitlines()[-1] == "0 False"

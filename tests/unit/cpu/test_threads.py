@@ -278,8 +278,7 @@ def printed(code: str, **variables: str) -> list[str]:
         for name, value in os.environ.items()
         if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }
-    done = run_python(code, env=plain | variables, check=True)
-    return done.stdout.splitlines()
+    return run_python(code, env=plain | variables).stdout.splitlines()
 
 
 _SPIN = "\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))"
@@ -506,8 +505,7 @@ except ConfigError as error:
     refused = "count=0" in str(error)
 print(before, alone, busy(kernel), refused)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["None", "1", "3", "True"]
+    assert run_python(code).stdout.split() == ["None", "1", "3", "True"]
 
 
 def test_the_kernel_uses_no_more_threads_than_the_caller_does() -> None:
@@ -530,5 +528,4 @@ torch.set_num_threads(2)
 kernel.rms_norm(rows, np.ones(4096, np.float32), np.empty_like(rows), 1e-6)
 print(alone, tasks() - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "1"]
+    assert run_python(code).stdout.split() == ["0", "1"]

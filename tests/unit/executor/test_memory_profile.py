@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 
@@ -26,6 +24,7 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loaded import LoadedModel
 from tests.support.graphs import record_eagerly
 from tests.support.models import as_loaded
+from tests.support.processes import run_python
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import random_model
 
@@ -172,10 +171,8 @@ print(faults() - before)
 @pytest.mark.skipif(memory.platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_that_was_freed_is_not_returned_to_the_system():
     def faults(how: str) -> int:
-        command = [sys.executable, "-c", COUNT, how]
         eager = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is larger goes at once
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=eager)
-        return int(done.stdout)
+        return int(run_python(COUNT, how, env=eager).stdout)
 
     assert faults("kept") < 100 < faults("default")
 

@@ -140,7 +140,7 @@ def test_a_pool_whose_tables_do_not_fit_into_memory() -> None:
         "try: BlockManager(2**20, 2**16)\n"
         "except ConfigError as error: print(error)\n"
     )
-    done = run_python(code, check=True, timeout=60)
+    done = run_python(code, timeout=60)
     assert f"{2**20} blocks do not fit into memory" in done.stdout
 
 

@@ -5,7 +5,6 @@ Calls that once killed the process run in a separate process.
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from pyengine.kv_cache import (
 from tests.support.blocks import computed, step_arrays, unchanged
 from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[3]
 LIMIT = 2**31
 """Tokens that 32-bit positions reach."""
 
@@ -103,8 +101,7 @@ with unchanged(m):
 
 @pytest.mark.parametrize("call", TOO_LONG)
 def test_what_says_it_is_too_long_is_refused_by_its_length(call: str) -> None:
-    done = run_python(SCENE, call, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python(SCENE, call, timeout=60)
     error, *names = TOO_LONG[call]
     kind, _, message = done.stdout.partition(" ")
     assert kind == error.__name__, done.stdout  # type: ignore[union-attr]

@@ -1,7 +1,5 @@
 """The bytes of a block, and how many blocks fit into the memory or into a budget."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +14,7 @@ from pyengine.kv_cache.pool import (
     resolve_num_blocks,
 )
 from pyengine.utils.devices import CPU
+from tests.support.processes import run_python
 
 GIB = 1 << 30
 SPEC = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=8, dtype="float32")
@@ -35,7 +34,7 @@ def test_importing_the_cache_imports_no_torch():
     code = (
         "import sys, pyengine.kv_cache, pyengine.kv_cache.pool; assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_python(code)
 
 
 def test_bytes_of_a_block():

@@ -180,7 +180,7 @@ def test_a_store_outlives_its_process(folder: Path) -> None:
         store = KVStore(Path(sys.argv[1]), max_bytes=64 * MIB)
         assert len(prefix(store).store(memory(arrays(1)), [(i, 0, i) for i in range(4)])) == 4
         assert store.close(MINUTE)"""
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=ROOT)
+    run_python(code, folder)
     store, target = KVStore(folder, max_bytes=64 * MIB), arrays(2)
     stored = prefix(store, np.array(TOKENS))
     assert store.stats()["loaded"] == 4
@@ -455,8 +455,7 @@ def test_a_fork_is_refused_and_ends(folder: Path) -> None:
         assert store.close(MINUTE)
         print("done")"""
     start = time.monotonic()
-    done = run_python(code, str(folder), timeout=MINUTE, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert run_python(code, folder, timeout=MINUTE).stdout == "done\n"
     assert time.monotonic() - start < 9, "the child waited for a thread that it does not have"
 
 
@@ -487,8 +486,7 @@ def test_a_fork_keeps_nobody_from_writing_and_lets_nobody_else(folder: Path) -> 
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         print("done")"""
-    done = run_python(code, str(folder), timeout=MINUTE, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert run_python(code, folder, timeout=MINUTE).stdout == "done\n"
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -191,7 +191,7 @@ print("transformers" in sys.modules)
 
 
 def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
-    done = run_python(PLAIN, str(write_config(tmp_path)), check=True, timeout=120)
+    done = run_python(PLAIN, write_config(tmp_path), timeout=120)
     assert done.stdout.strip() == "False"
 
 
@@ -199,7 +199,7 @@ def test_a_family_of_the_table_needs_no_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", MARKED_FAMILIES)
 def test_a_start_in_another_process_draws_the_same(tmp_path: Path, family: str) -> None:
     write_config(tmp_path, family, **FAMILIES[family])
-    done = run_python(STATE, str(tmp_path), check=True, timeout=120)
+    done = run_python(STATE, tmp_path, timeout=120)
     ours = [value.hex() for value in logits(drawn(tmp_path), 2).flatten().tolist()]
     assert done.stdout.strip() == str(ours)
 
@@ -396,7 +396,7 @@ def test_weights_are_made_in_place(tmp_path: Path, family: str) -> None:
     small = write_config(tmp_path / "small", family, dtype="bfloat16")
     sizes = {"vocab_size": 32_768, "hidden_size": 1536, "intermediate_size": 6144}
     large = write_config(tmp_path / "large", family, dtype="bfloat16", **sizes, num_hidden_layers=7)
-    done = run_python(PEAK, str(small), str(large), check=True, timeout=300)
+    done = run_python(PEAK, small, large)
     weights = 2 * sum(math.prod(shape) for shape in dummy_weight_shapes(large).values())
     assert weights > 500e6
     assert int(done.stdout) < 1.3 * weights

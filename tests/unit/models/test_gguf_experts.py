@@ -147,7 +147,7 @@ def test_memory_stays_near_the_size_of_the_file(tmp_path: Path) -> None:
     write(small, "qwen3moe", kind="Q4_K", hidden=256, layers=1)
     write(large, "qwen3moe", kind="Q4_K", hidden=256, layers=12, experts=32)
     done = run_forked(CHILD, str(small), str(large))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     size = large.stat().st_size
     assert size > 1e8
     assert int(done.stdout) < 1.25 * size

@@ -97,11 +97,7 @@ def resolve(
     hub: ThreadingHTTPServer, home: Path, name: str, revision: str = "", token: str = ""
 ) -> str:
     done = run_python(
-        _RESOLVE,
-        name,
-        revision,
-        token,
-        timeout=60,
+        *(_RESOLVE, name, revision, token),
         env={
             "PATH": os.environ["PATH"],
             "PYTHONPATH": ":".join(filter(None, sys.path)),
@@ -113,7 +109,6 @@ def resolve(
             "no_proxy": "127.0.0.1",
         },
     )
-    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 

@@ -56,6 +56,7 @@ def load(what: str, path: Path, home: Path) -> tuple[int, str]:
         str(path),
         input="y\n" * 20,
         timeout=120,
+        status=None,
         env={
             "PATH": "",
             "PYTHONPATH": ":".join(filter(None, sys.path)),

@@ -29,9 +29,7 @@ QUANTIZATIONS = ("none float32", "none bfloat16", "int4 bfloat16", "int8 float32
 
 def without_torch(*arguments: str) -> Any:
     """The JSON that Python prints, where torch and transformers cannot be imported."""
-    ended = run_program([sys.executable, *arguments], timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+    return json.loads(run_program([sys.executable, *arguments]).stdout)
 
 
 def check(path: Path, quantization: str = "none", dtype: str = "float32") -> set[str]:

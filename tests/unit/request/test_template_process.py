@@ -17,6 +17,7 @@ from pyengine.models.tokenizer import chat
 from pyengine.request import template_process
 from pyengine.request.chat_template import ChatOptions, render_chat
 from pyengine.request.template_process import TemplateError, TimedTemplate
+from tests.support.processes import run_python
 from tests.support.serving import assert_soon
 from tests.support.tokenizers import characters
 
@@ -151,9 +152,7 @@ else:
 
 
 def test_a_fork_starts_a_child_of_its_own() -> None:
-    command = [sys.executable, "-c", FORKS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "fork\nparent\n"), done.stderr
+    assert run_python(FORKS, timeout=100).stdout == "fork\nparent\n"
 
 
 ENDS = """

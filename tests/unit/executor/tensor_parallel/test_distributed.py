@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -31,7 +30,7 @@ from pyengine.request.prompts import Prompt
 from tests.support import faulty_worker
 from tests.support.checkpoints import save_tiny
 from tests.support.engines import add_request
-from tests.support.processes import listening, unix_names, workers_left, workers_of
+from tests.support.processes import in_a_fork, listening, unix_names, workers_left, workers_of
 from tests.support.soak import soak_cases, soak_only
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
@@ -275,27 +274,6 @@ def test_a_worker_that_cannot_start_ends_it_too(
     assert "No module named" in capfd.readouterr().err
     assert workers_left(os.getpid(), IN_TIME) == []
     assert not torch.distributed.is_initialized()
-
-
-def in_a_fork(work: Callable[[], str]) -> str:
-    """What `work` says in a fork of this process, or that it does not come to an end."""
-    ours, theirs = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, with threads
-        child = os.fork()
-    if child == 0:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # that of the test's own time limit
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(GIVEN_UP))
-            os.write(theirs, work().encode())
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    said = os.read(ours, 4096).decode()
-    os.close(ours)
-    _, status = os.waitpid(child, 0)
-    return said if status == 0 else f"it was ended by {signal.Signals(status).name}"
 
 
 def test_a_fork_is_refused_and_its_parent_goes_on(llama: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_load_takes_the_model_and_one_tensor(ranks: int, tmp_path: Path) -> No
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    process = run_python(_PEAK, str(tmp_path), str(ranks), check=True)
+    process = run_python(_PEAK, tmp_path, ranks)
     largest, own = middle * hidden * 4, num_bytes / ranks
     assert own * 0.9 < int(process.stdout) < own + 4 * largest
 

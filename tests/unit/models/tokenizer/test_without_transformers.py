@@ -1,13 +1,12 @@
 """A tokenizer is opened and used, and a model answers, without importing transformers."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from pyengine.models.source import embedded_gguf
 from tests.support import chat
 from tests.support.checkpoints import save_tiny
+from tests.support.processes import run_python
 from tests.unit.models.tokenizer.kinds import KINDS
 
 _TOKENIZER = """
@@ -47,10 +46,8 @@ print(*sorted({"transformers"} & sys.modules.keys()))
 
 
 def run(code: str, path: Path) -> str:
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    lines = run_python(code, path).stdout.strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def save_folder(folder: Path) -> None:
