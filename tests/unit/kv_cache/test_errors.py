@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,6 @@ from pyengine.kv_cache import (
     HandleError,
     InvariantError,
     KvError,
-    Pin,
     PinError,
     PlanError,
     Sequence,
@@ -27,50 +26,30 @@ from tests.support.processes import run_python
 BLOCK = 4
 
 
-class Scene(NamedTuple):
-    """A manager in use: blocks in every state and a step open."""
+class Scene:
+    """A manager in use, blocks in every state and a step open; and handles of another manager."""
 
-    manager: BlockManager
-    running: Sequence
-    """Computed, not planned; one token to decode."""
-    waiting: Sequence
-    """Nothing computed, not planned."""
-    planned: Sequence
-    """In the open plan."""
-    freed: Sequence
-    pin: Pin
-    """On [1, 2, 3, 4]."""
-    plan: StepPlan
-    closed: StepPlan
-
-
-class Other(NamedTuple):
-    """Handles of another manager."""
-
-    sequence: Sequence
-    pin: Pin
+    def __init__(self) -> None:
+        self.manager = manager = BlockManager(12, BLOCK)
+        self.pin = retain(manager, [1, 2, 3, 4])
+        computed(manager, [7] * 4).free()
+        self.freed = computed(manager, [5, 6])
+        self.freed.free()
+        self.running = computed(manager, [20] * 6)  # one token to decode, not planned
+        self.closed = manager.begin_step(1)
+        self.closed.rollback()
+        self.planned = manager.sequence([30] * 5)
+        self.waiting = manager.sequence([1, 2, 3, 4, 5])  # nothing computed, not planned
+        self.plan = manager.begin_step(100)
+        self.plan.prefill(self.planned, 100)
+        other = BlockManager(4, BLOCK)
+        self.other = other.sequence([1, 2, 3, 4, 5])
+        self.other_pin = retain(other, [1, 2, 3, 4])
 
 
 @pytest.fixture
 def scene() -> Scene:
-    manager = BlockManager(12, BLOCK)
-    pin = retain(manager, [1, 2, 3, 4])
-    computed(manager, [7] * 4).free()
-    freed = computed(manager, [5, 6])
-    freed.free()
-    running = computed(manager, [20] * 6)
-    closed = manager.begin_step(1)
-    closed.rollback()
-    planned, waiting = manager.sequence([30] * 5), manager.sequence([1, 2, 3, 4, 5])
-    plan = manager.begin_step(100)
-    plan.prefill(planned, 100)
-    return Scene(manager, running, waiting, planned, freed, pin, plan, closed)
-
-
-@pytest.fixture
-def other() -> Other:
-    manager = BlockManager(4, BLOCK)
-    return Other(manager.sequence([1, 2, 3, 4, 5]), retain(manager, [1, 2, 3, 4]))
+    return Scene()
 
 
 def refused(
@@ -189,10 +168,10 @@ def test_freed_sequences(scene: Scene, call: str) -> None:
 @pytest.mark.parametrize(
     "call", ["preview", "prefill", "decode", "decode, last", "speculate", "cancel"]
 )
-def test_sequences_of_another_manager(scene: Scene, other: Other, call: str) -> None:
+def test_sequences_of_another_manager(scene: Scene, call: str) -> None:
     refused(
         scene.manager,
-        lambda: SEQUENCE_CALLS[call](scene, other.sequence),
+        lambda: SEQUENCE_CALLS[call](scene, scene.other),
         HandleError,
         "belongs to another BlockManager",
     )
@@ -221,9 +200,11 @@ def test_sequences_out_of_turn(scene: Scene) -> None:
     assert (plan.num_sequences, running.num_tokens - running.num_computed_tokens) == (1, 1)
 
 
-def test_pins_that_cannot_be_attached(scene: Scene, other: Other) -> None:
+def test_pins_that_cannot_be_attached(scene: Scene) -> None:
     manager, pin = scene.manager, scene.pin
-    refused(manager, lambda: scene.waiting.attach(other.pin), HandleError, "belongs to another")
+    refused(
+        manager, lambda: scene.waiting.attach(scene.other_pin), HandleError, "belongs to another"
+    )
     refused(manager, lambda: scene.running.attach(pin), PinError, "this one holds 2")
     for tokens, settings in (
         ([1, 2, 3, 5], {}),

@@ -5,7 +5,7 @@ another manager beside it. "Nothing" is all that both managers and every handle 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,102 +27,57 @@ from tests.support.blocks import computed, leave_evictable, retain, snapshot
 BLOCK = 4
 
 
-@dataclass
-class Scene:
-    manager: BlockManager
-    running: Sequence
-    """Six tokens computed, one left to decode, in no plan."""
-    waiting: Sequence
-    """Nothing computed, in no plan."""
-    sampling: Sequence
-    """Its prompt is in the older plan, so its next token is not known yet."""
-    drafted: Sequence
-    """In the older plan with a draft, 3."""
-    chunked: Sequence
-    """A chunk in the older plan, the next one in the newer."""
-    decoding: Sequence
-    """In the older plan, and in the newer with a pending token."""
-    freed: Sequence
-    pin: Pin
-    committed: StepPlan
-    rolled_back: StepPlan
-    older: StepPlan
-    newer: StepPlan
-    step_committed: int
-    step_rolled_back: int
-    step_older: int
-
-    other_manager: BlockManager
-    other: Sequence
-    other_pin: Pin
-    other_plan: StepPlan
-
-    def handles(self, kind: type) -> list[Any]:
-        values = (getattr(self, field.name) for field in fields(self))
-        return [value for value in values if isinstance(value, kind)]
-
-
 def next_step(manager: BlockManager) -> int:
     """The number of the next step when none is open."""
     stats = manager.stats()
     return stats.committed_steps + stats.rolled_back_steps + 1
 
 
+class Scene:
+    def __init__(self) -> None:
+        self.manager = manager = BlockManager(32, BLOCK, events=True)
+        self.pin = retain(manager, [1, 2, 3, 4])
+        leave_evictable(manager, [7] * BLOCK)
+        self.running = computed(manager, [20] * 6)  # one token left to decode, in no plan
+        self.freed = computed(manager, [5, 6])
+        self.freed.free()
+        self.drafted = computed(manager, [40] * 5)  # in the older plan with a draft, 3
+        self.decoding = manager.sequence([50] * 6)  # in both plans, its token pending in the newer
+
+        self.step_committed = next_step(manager)
+        self.committed = manager.begin_step(10)
+        self.committed.prefill(self.decoding, 10)
+        self.committed.commit([51])
+        self.step_rolled_back = next_step(manager)
+        self.rolled_back = manager.begin_step(10)
+        self.rolled_back.decode([self.decoding])
+        self.rolled_back.rollback()
+
+        self.sampling = manager.sequence([30] * 5)  # in the older plan: its next token is unknown
+        self.chunked = manager.sequence([60] * 20)  # a chunk in the older plan, one in the newer
+        self.step_older = next_step(manager)
+        self.older = manager.begin_step(100)
+        self.older.decode([self.decoding])
+        self.older.prefill(self.sampling, 100)
+        self.older.speculate(self.drafted, [3])
+        self.older.prefill(self.chunked, 8)
+        self.newer = manager.begin_step(100)
+        self.newer.decode([self.decoding])
+        self.newer.prefill(self.chunked, 8)
+        self.waiting = manager.sequence([1, 2, 3, 4, 5])  # nothing computed, in no plan
+
+        self.other_manager = BlockManager(8, BLOCK, events=True)
+        self.other_pin = retain(self.other_manager, [1, 2, 3, 4])
+        self.other = self.other_manager.sequence([1, 2, 3, 4, 5])
+        self.other_plan = self.other_manager.begin_step(10)
+
+    def handles(self, kind: type) -> list[Any]:
+        return [value for value in vars(self).values() if isinstance(value, kind)]
+
+
 @pytest.fixture
 def scene() -> Scene:
-    manager = BlockManager(32, BLOCK, events=True)
-    pin = retain(manager, [1, 2, 3, 4])
-    leave_evictable(manager, [7] * BLOCK)
-    running = computed(manager, [20] * 6)
-    freed = computed(manager, [5, 6])
-    freed.free()
-    drafted = computed(manager, [40] * 5)
-    decoding = manager.sequence([50] * 6)
-
-    step_committed = next_step(manager)
-    committed = manager.begin_step(10)
-    committed.prefill(decoding, 10)
-    committed.commit([51])
-    step_rolled_back = next_step(manager)
-    rolled_back = manager.begin_step(10)
-    rolled_back.decode([decoding])
-    rolled_back.rollback()
-
-    sampling, chunked = manager.sequence([30] * 5), manager.sequence([60] * 20)
-    step_older = next_step(manager)
-    older = manager.begin_step(100)
-    older.decode([decoding])
-    older.prefill(sampling, 100)
-    older.speculate(drafted, [3])
-    older.prefill(chunked, 8)
-    newer = manager.begin_step(100)
-    newer.decode([decoding])
-    newer.prefill(chunked, 8)
-
-    other_manager = BlockManager(8, BLOCK, events=True)
-    other_pin = retain(other_manager, [1, 2, 3, 4])
-    return Scene(
-        manager=manager,
-        running=running,
-        waiting=manager.sequence([1, 2, 3, 4, 5]),
-        sampling=sampling,
-        drafted=drafted,
-        chunked=chunked,
-        decoding=decoding,
-        freed=freed,
-        pin=pin,
-        committed=committed,
-        rolled_back=rolled_back,
-        older=older,
-        newer=newer,
-        step_committed=step_committed,
-        step_rolled_back=step_rolled_back,
-        step_older=step_older,
-        other_manager=other_manager,
-        other=other_manager.sequence([1, 2, 3, 4, 5]),
-        other_pin=other_pin,
-        other_plan=other_manager.begin_step(10),
-    )
+    return Scene()
 
 
 def seen(scene: Scene) -> dict[str, list[Any]]:

@@ -13,7 +13,6 @@ from pyengine.kv_cache import (
     NoRoom,
     PlanError,
     Sequence,
-    StepPlan,
     TokenError,
     replay,
 )
@@ -136,25 +135,16 @@ class Misuse(NamedTuple):
     message: str
 
 
-class Scene(NamedTuple):
-    manager: BlockManager
-    ready: Sequence
-    """Three tokens computed of three, one slot left."""
-    planned: Sequence
-    freed: Sequence
-    plan: StepPlan
-
-
-@pytest.fixture
-def scene() -> Scene:
-    manager = BlockManager(12, BLOCK)
-    ready, planned, freed = (manager.sequence([token] * 3) for token in range(3))
-    extended(ready, 3)
-    ready.publish(3)
-    freed.free()
-    plan = manager.begin_step(8)
-    plan.prefill(planned, 8)
-    return Scene(manager, ready, planned, freed, plan)
+class Scene:
+    def __init__(self) -> None:
+        self.manager = BlockManager(12, BLOCK)
+        sequences = (self.manager.sequence([token] * 3) for token in range(3))
+        self.ready, self.planned, self.freed = sequences
+        extended(self.ready, 3)
+        self.ready.publish(3)  # three tokens computed of three, one slot left
+        self.freed.free()
+        self.plan = self.manager.begin_step(8)
+        self.plan.prefill(self.planned, 8)
 
 
 MISUSES = {
@@ -174,7 +164,8 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
-def test_misuse_changes_nothing(scene: Scene, misuse: Misuse) -> None:
+def test_misuse_changes_nothing(misuse: Misuse) -> None:
+    scene = Scene()
     before = scene.ready.tokens(), scene.ready.block_table
     with unchanged(scene.manager), pytest.raises(misuse.error, match=misuse.message):
         misuse.call(scene)
