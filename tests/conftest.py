@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -35,6 +36,14 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 _ran: set[str] = set()
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a few kilobytes with a byte-level tokenizer; read-only by convention."""
+    from tests.support.serving import save_small_model
+
+    return save_small_model(tmp_path_factory.mktemp("small"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

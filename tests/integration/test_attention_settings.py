@@ -11,19 +11,12 @@ import pytest
 from pyengine import LLM, RequestOutput, SamplingParams
 from pyengine.cpu import CpuAttention
 from pyengine.errors import ConfigurationError
-from tests.support.checkpoints import read_weights, save_tiny, save_weights
+from tests.support.checkpoints import read_weights, save_weights
 from tests.support.without_torch import needs_torch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LOGPROBS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9] * 5}, {"prompt_token_ids": [5, 6, 7, 8, 9, 1]}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path)
-    return path
 
 
 needs_kernel = pytest.mark.skipif(not CpuAttention.is_fast(), reason="no AVX2 with FMA")
@@ -37,14 +30,15 @@ def answer(output: RequestOutput) -> list[Any]:
     return [completion.token_ids, bits]
 
 
-def open_llm(folder: Path, **settings: object) -> LLM:
-    return LLM(folder, device="cpu", dtype="bfloat16", **settings)  # type: ignore[arg-type]
+def open_llm(tiny_folder: Path, **settings: object) -> LLM:
+    return LLM(tiny_folder, device="cpu", dtype="bfloat16", **settings)  # type: ignore[arg-type]
 
 
 @needs_torch
-def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
+def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(tiny_folder: Path) -> None:
     wide, narrow = (
-        open_llm(folder, kv_cache_memory=1 << 20, kv_cache_dtype=dtype) for dtype in ("auto", "fp8")
+        open_llm(tiny_folder, kv_cache_memory=1 << 20, kv_cache_dtype=dtype)
+        for dtype in ("auto", "fp8")
     )
     about = [llm.describe() for llm in (wide, narrow)]
     assert [item["kv_cache_dtype"] for item in about] == ["bfloat16", "float8_e4m3fn"]
@@ -57,11 +51,11 @@ def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
 
 @needs_torch
 def test_a_cache_in_8_bit_floats_has_the_scales_of_the_checkpoint(
-    folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path
 ) -> None:
     """Keys and values that no 8-bit float holds, divided by a scale."""
     scaled = tmp_path / "scaled"
-    shutil.copytree(folder, scaled)
+    shutil.copytree(tiny_folder, scaled)
     factor = 2.0**14
     [file] = scaled.glob("*.safetensors")
     tensors = read_weights(scaled)
@@ -81,25 +75,25 @@ def test_a_cache_in_8_bit_floats_has_the_scales_of_the_checkpoint(
         first = [next(iter(each.values())) for each in completion.logprobs or []]
         return [entry.logprob for entry in first]
 
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    assert logprobs(scaled, "fp8") == logprobs(folder, "fp8")  # a power of two
-    assert logprobs(scaled, "auto") == logprobs(folder, "auto")
+    layers = json.loads((tiny_folder / "config.json").read_text())["num_hidden_layers"]
+    assert logprobs(scaled, "fp8") == logprobs(tiny_folder, "fp8")  # a power of two
+    assert logprobs(scaled, "auto") == logprobs(tiny_folder, "auto")
 
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cache_in_int8_holds_more_blocks_and_answers_the_same_in_every_batch(
-    folder: Path, dtype: str
+    tiny_folder: Path, dtype: str
 ) -> None:
     settings: dict[str, Any] = {"kv_cache_dtype": "int8", "linear_backend": "pyengine"}
-    wide = LLM(folder, dtype=dtype, kv_cache_memory=1 << 20)
-    llm = LLM(folder, dtype=dtype, kv_cache_memory=1 << 20, **settings)
+    wide = LLM(tiny_folder, dtype=dtype, kv_cache_memory=1 << 20)
+    llm = LLM(tiny_folder, dtype=dtype, kv_cache_memory=1 << 20, **settings)
     about = llm.describe()
     assert (about["kv_cache_dtype"], about["attention_backend"]) == ("int8", "cpu")
     [few, many] = [int(str(each.describe()["num_blocks"])) + 1 for each in (wide, llm)]
     heads = {"float32": 4, "bfloat16": 2}[dtype] * 8 / (8 + 4)  # of 8 numbers, and a scale
     assert many == pytest.approx(few * heads, rel=0.01)
-    unshared = LLM(folder, dtype=dtype, num_blocks=64, enable_prefix_caching=False, **settings)
+    unshared = LLM(tiny_folder, dtype=dtype, num_blocks=64, enable_prefix_caching=False, **settings)
     together = [answer(output) for output in unshared.generate(PROMPTS, LOGPROBS, use_tqdm=False)]
     for prompt, expected in zip(PROMPTS, together, strict=True):
         for _ in range(2):  # computed, then with what is cached
@@ -108,10 +102,10 @@ def test_a_cache_in_int8_holds_more_blocks_and_answers_the_same_in_every_batch(
 
 
 @needs_kernel
-def test_a_cache_in_int8_changes_log_probabilities_a_little(folder: Path) -> None:
+def test_a_cache_in_int8_changes_log_probabilities_a_little(tiny_folder: Path) -> None:
     found = []
     for dtype in ("auto", "int8"):
-        llm = LLM(folder, dtype="float32", num_blocks=64, kv_cache_dtype=dtype)
+        llm = LLM(tiny_folder, dtype="float32", num_blocks=64, kv_cache_dtype=dtype)
         [output] = llm.generate(PROMPTS[:1], LOGPROBS, use_tqdm=False)
         assert output.outputs[0].logprobs is not None
         found.append([value.logprob for value in output.outputs[0].logprobs[0].values()])
@@ -119,16 +113,16 @@ def test_a_cache_in_int8_changes_log_probabilities_a_little(folder: Path) -> Non
     assert sorted(found[1]) == pytest.approx(sorted(found[0]), abs=0.05)
 
 
-def test_the_block_size_is_the_backends_unless_it_is_given(folder: Path) -> None:
+def test_the_block_size_is_the_backends_unless_it_is_given(tiny_folder: Path) -> None:
     sizes = [
-        open_llm(folder, num_blocks=8, block_size=size).describe()["block_size"]
+        open_llm(tiny_folder, num_blocks=8, block_size=size).describe()["block_size"]
         for size in (None, "auto", 8)
     ]
     assert sizes == [16, 16, 8]
 
 
-def test_every_backend_says_why_it_was_chosen_or_not(folder: Path) -> None:
-    verdicts = open_llm(folder, num_blocks=8).describe()["attention_backends"]
+def test_every_backend_says_why_it_was_chosen_or_not(tiny_folder: Path) -> None:
+    verdicts = open_llm(tiny_folder, num_blocks=8).describe()["attention_backends"]
     assert isinstance(verdicts, dict)
     assert verdicts["flashinfer"] == "cannot serve: it runs on cuda, the device is cpu"
     assert [name for name, verdict in verdicts.items() if verdict == "chosen"]
@@ -162,7 +156,7 @@ def test_every_backend_says_why_it_was_chosen_or_not(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(
-    folder: Path, settings: dict[str, object], words: str
+    tiny_folder: Path, settings: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        open_llm(folder, num_blocks=8, **settings)
+        open_llm(tiny_folder, num_blocks=8, **settings)

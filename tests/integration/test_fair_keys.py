@@ -26,7 +26,6 @@ from tests.support.serving import (
     assert_soon,
     error_of,
     open_small_engine,
-    save_small_model,
 )
 
 KEYS = ("of-a", "of-b")
@@ -35,13 +34,8 @@ COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("fair"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[AsyncEngine]:
-    with open_small_engine(folder, max_num_seqs=8, max_num_waiting=400) as engine:
+def engine(small_model: Path) -> Iterator[AsyncEngine]:
+    with open_small_engine(small_model, max_num_seqs=8, max_num_waiting=400) as engine:
         yield engine
 
 
@@ -231,11 +225,11 @@ def test_bad_words_are_tokenized_once_for_all_prompts(
     assert len(tokenized) == 2
 
 
-def test_the_seeds_of_a_key_do_not_count_the_requests_of_another(folder: Path) -> None:
+def test_the_seeds_of_a_key_do_not_count_the_requests_of_another(small_model: Path) -> None:
     """A key that knows the engine's seed would find its place among all requests."""
 
     def seeds(others: int) -> list[int]:
-        with open_small_engine(folder) as engine:
+        with open_small_engine(small_model) as engine:
             found = []
             for _ in range(3):
                 for _ in range(others):
@@ -277,7 +271,7 @@ def test_a_client_that_leaves_has_nothing_tokenized(
 
 
 @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"speculation": "ngram"}])
-def test_answers_do_not_depend_on_turns(folder: Path, settings: dict[str, Any]) -> None:
+def test_answers_do_not_depend_on_turns(small_model: Path, settings: dict[str, Any]) -> None:
     """With preemptions for another tenant, and with steps that leave one out."""
     prompts = [[7 + at, *range(20, 30 + at)] for at in range(24)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -293,7 +287,7 @@ def test_answers_do_not_depend_on_turns(folder: Path, settings: dict[str, Any]) 
 
     small = {"num_blocks": 40, "max_num_seqs": 8, **settings}
     params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
-    with open_small_engine(folder, **small) as engine:
+    with open_small_engine(small_model, **small) as engine:
         expected = asyncio.run(answers(engine, [b""] * 24))
         assert all(len(answer) == 40 for answer in expected)
         engine._engine._scheduler.shares.left_out = (  # type: ignore[method-assign]

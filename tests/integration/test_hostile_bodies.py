@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.integration.test_server_sockets import Process, rest_of
-from tests.support.serving import GOOD, save_small_model
+from tests.support.serving import GOOD
 
 SIZE = (4 << 20) - 1024
 LONGEST_DELAY = 0.1
@@ -80,10 +80,9 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder: Path = save_small_model(tmp_path_factory.mktemp("hostile"))
+def server(small_model: Path) -> Iterator[str]:
     with Process(
-        folder, "--device", "cpu", "--num-blocks", "512", "--log-format", "none"
+        small_model, "--device", "cpu", "--num-blocks", "512", "--log-format", "none"
     ) as process:
         _process_of[process.address] = process.process.pid
         yield process.address

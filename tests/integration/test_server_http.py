@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,8 +20,6 @@ from tests.support.serving import (
     GOOD,
     RunningServer,
     assert_soon,
-    open_small_engine,
-    save_small_model,
 )
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -31,13 +28,6 @@ KEYED = HEAD + b"authorization: Bearer one\r\ntransfer-encoding: chunked\r\n\r\n
 TINY = b"1\r\n \r\n" * 4096
 MOST_READ = 16 << 20
 """Bytes that a client may send before the server resets the connection, with all socket buffers."""
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    folder: Path = save_small_model(tmp_path_factory.mktemp("http"))
-    with open_small_engine(folder) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,7 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -22,16 +20,7 @@ from tests.support.serving import (
     GOOD,
     RunningServer,
     assert_soon,
-    open_small_engine,
-    save_small_model,
 )
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    folder: Path = save_small_model(tmp_path_factory.mktemp("limited"))
-    with open_small_engine(folder) as engine:
-        yield engine
 
 
 def error_in(answer: bytes) -> tuple[int, str, bytes]:

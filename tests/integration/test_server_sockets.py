@@ -24,28 +24,17 @@ from pyengine.errors import ConfigurationError, InvalidRequestError, PyEngineErr
 from pyengine.server.lifetime import listening
 from pyengine.server.settings import ServerSettings
 from tests.support.docs import ROOT
+from tests.support.processes import run_program
 from tests.support.serving import (
     GOOD,
     RunningServer,
     assert_nothing_runs,
     assert_soon,
     open_small_engine,
-    save_small_model,
 )
 
 LONG = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
 TIMEOUT = 0.5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[AsyncEngine]:
-    with open_small_engine(folder) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -252,8 +241,8 @@ async def come_late(client: httpx2.AsyncClient, address: str) -> None:
     assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
 
 
-def test_a_signal_lets_streams_end(folder: Path) -> None:
-    with open_small_engine(folder) as engine, RunningServer(engine) as server:
+def test_a_signal_lets_streams_end(small_model: Path) -> None:
+    with open_small_engine(small_model) as engine, RunningServer(engine) as server:
 
         async def end(client: httpx2.AsyncClient) -> None:
             server.signal()
@@ -262,9 +251,9 @@ def test_a_signal_lets_streams_end(folder: Path) -> None:
         assert asyncio.run(streams(server.address, end)) == [(200, "length")] * 16
 
 
-def test_after_the_drain_time_what_runs_is_aborted(folder: Path) -> None:
+def test_after_the_drain_time_what_runs_is_aborted(small_model: Path) -> None:
     with (
-        open_small_engine(folder) as engine,
+        open_small_engine(small_model) as engine,
         RunningServer(engine, drain_timeout=0.01) as server,
     ):
 
@@ -274,8 +263,8 @@ def test_after_the_drain_time_what_runs_is_aborted(folder: Path) -> None:
         assert asyncio.run(streams(server.address, end)) == [(200, "abort")] * 16
 
 
-def test_a_second_signal_aborts(folder: Path) -> None:
-    with open_small_engine(folder) as engine, RunningServer(engine) as server:
+def test_a_second_signal_aborts(small_model: Path) -> None:
+    with open_small_engine(small_model) as engine, RunningServer(engine) as server:
 
         async def end(_: Any) -> None:
             server.signal()
@@ -315,11 +304,11 @@ class Process:
 
 
 @pytest.mark.slow
-def test_a_process_ends_with_status_0(folder: Path) -> None:
-    with Process(folder, "--device", "cpu", "--num-blocks", "2048") as server:
+def test_a_process_ends_with_status_0(small_model: Path) -> None:
+    with Process(small_model, "--device", "cpu", "--num-blocks", "2048") as server:
         assert "".join(server.said[-6:]) == (
             f"serving on {server.address}\n"
-            f"  model   {folder.name}: float32 on cpu\n"
+            f"  model   {small_model.name}: float32 on cpu\n"
             "  fits    32,768 tokens of KV; 256 sequences of up to 1,024 tokens at a time\n"
             "  access  programs of this machine, without a key\n"
             "  pages   /kv (the pool) and /metrics; /openapi.json (the API)\n"
@@ -334,9 +323,9 @@ def test_a_process_ends_with_status_0(folder: Path) -> None:
         assert server.process.wait(30) == 0
 
 
-def test_forms_of_answers_are_made_ready_before_anybody_is_let_in(folder: Path) -> None:
+def test_forms_of_answers_are_made_ready_before_anybody_is_let_in(small_model: Path) -> None:
     """A tokenizer's tokens are read under the interpreter's lock, and nothing else goes on."""
-    with open_small_engine(folder) as engine, RunningServer(engine) as server:
+    with open_small_engine(small_model) as engine, RunningServer(engine) as server:
         grammars = engine._input_processor.grammars
         assert grammars._vocabulary is not None
         assert_soon(lambda: len(grammars._idle) == 1)  # its process takes no lock
@@ -427,7 +416,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     cert, key = folder / "cert.pem", folder / "key.pem"
     asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=server"
     more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(["openssl", *asked.split(), *more], check=True, capture_output=True)
+    run_program(["openssl", *asked.split(), *more])
     return cert, key
 
 

@@ -17,11 +17,6 @@ from tests.peers.test_differential import check_nothing_is_held
 from tests.peers.world import Settings, World, make_scheduler, managers
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def connector(config: Any, cache: Any) -> None:
     connected()(config, cache)
     config.kv_transfer_config.kv_connector = POOL_CONNECTOR

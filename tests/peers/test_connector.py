@@ -14,11 +14,6 @@ from tests.peers.test_events import Index, contents
 from tests.peers.world import Settings
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def make(folder: Path, *, ours: bool = True, faults: Any = None, **settings: Any) -> ConnectedWorld:
     adjust = connected(**(faults or {}))
     return ConnectedWorld(Settings(ours=ours, adjust=adjust, **settings), folder)

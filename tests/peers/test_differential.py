@@ -16,11 +16,6 @@ from tests.support.docs import table
 DOCUMENT = "docs/benchmarks/vllm.md"
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def requests(
     seed: int, count: int, block_size: int
 ) -> Iterator[tuple[str, list[int], dict[str, Any]]]:

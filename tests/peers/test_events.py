@@ -75,11 +75,6 @@ def run(ours: bool, folder: Path, count: int) -> tuple[Index, int, World]:
     return index, wrong, world
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def test_ours_are_the_contents_after_every_step(folder: Path) -> None:
     index, wrong, world = run(True, folder, 2000)
     assert (wrong, index.surprises) == (0, [])

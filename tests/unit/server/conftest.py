@@ -1,23 +1,17 @@
 """One small engine for all tests of the server; each test leaves nothing of it behind."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from pyengine.async_engine import AsyncEngine
-from tests.support.serving import (
-    Client,
-    assert_nothing_runs,
-    make_client,
-    open_small_engine,
-    save_small_model,
-)
+from tests.support.serving import Client, assert_nothing_runs, make_client, open_small_engine
 
 
 @pytest.fixture(scope="package")
-def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    folder = save_small_model(tmp_path_factory.mktemp("served"))
-    with open_small_engine(folder) as engine:
+def small_engine(small_model: Path) -> Iterator[AsyncEngine]:
+    with open_small_engine(small_model) as engine:
         yield engine
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,7 +15,6 @@ from tests.support.serving import (
     error_of,
     make_client,
     open_small_engine,
-    save_small_model,
 )
 
 COMPLETIONS = "/v1/completions"
@@ -190,10 +190,9 @@ def test_a_client_that_goes_before_its_body_was_read(client: Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+def narrow(small_model: Path) -> Iterator[AsyncEngine]:
     """One runs, one waits, the next is one too many."""
-    folder = save_small_model(tmp_path_factory.mktemp("narrow"))
-    with open_small_engine(folder, max_num_seqs=1, max_num_waiting=1) as engine:
+    with open_small_engine(small_model, max_num_seqs=1, max_num_waiting=1) as engine:
         yield engine
 
 
