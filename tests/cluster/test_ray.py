@@ -37,14 +37,12 @@ pytestmark = [
 GREEDY = SamplingParams(
     temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
 )
+FOREVER = SamplingParams(
+    temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 16}
 SERVE = "from pyengine.cli import main; main()"
 REPLICA = "ServeReplica:pyengine:engines"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(autouse=True)
@@ -54,18 +52,25 @@ def nothing_is_left() -> Iterator[None]:
     assert left == []
 
 
-def with_replicas(
-    settings: EngineSettings, count: int, use: Callable[[Any], Awaitable[None]]
-) -> None:
+def with_replicas(settings: EngineSettings, use: Callable[[Any], Awaitable[None]]) -> None:
+    """Call `use` on an engine of two replicas that are up."""
     from pyengine.cluster.ray_local import local_replicas
 
-    with local_replicas(settings, count) as engine:
+    async def main() -> None:
+        await until(lambda: current(engine) == 2)
+        await use(engine)
 
-        async def main() -> None:
-            await until(lambda: current(engine) == count)
-            await use(engine)
-
+    with local_replicas(settings, 2) as engine:
         asyncio.run(main())
+
+
+@pytest.fixture
+def engine(small_model: Path) -> Iterator[Any]:
+    """An engine of two replicas, which come up meanwhile."""
+    from pyengine.cluster.ray_local import local_replicas
+
+    with local_replicas(EngineSettings(small_model, num_blocks=512, **SMALL), 2) as engine:
+        yield engine
 
 
 def current(engine: Any) -> int:
@@ -136,58 +141,53 @@ def test_families_stay_together_and_answers_are_those_of_one_engine(
         assert [tokens for _, tokens in done] == wanted
         figures["round robin"] = sum(item.num_cached_tokens for item, _ in done), 0.5
 
-    with_replicas(settings, 2, ours)
-    with_replicas(settings, 2, in_turn)
+    with_replicas(settings, ours)
+    with_replicas(settings, in_turn)
     print(figures)
     assert figures["ours"][0] >= 1.8 * figures["round robin"][0]
     assert figures["ours"][1] <= 0.65
 
 
-def test_a_killed_replica_and_its_replacement(folder: Path) -> None:
-    async def use(engine: Any) -> None:
-        router = engine.replicas.router
-        streamed = SamplingParams(
-            temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
+async def test_a_killed_replica_and_its_replacement(engine: Any) -> None:
+    await until(lambda: current(engine) == 2)
+    router = engine.replicas.router
 
-        async def stream(number: int) -> tuple[str, bool]:
-            """How it ended, and whether anything had come before."""
-            reader = engine.submit([engine.request([5 + number] * 20, streamed)])
-            has_begun = False
-            try:
-                async for item in reader:
-                    has_begun = True
-                    if item.finished:
-                        return "whole", has_begun
-            except Exception as error:
-                return type(error).__name__, has_begun
-            finally:
-                reader.close()
-            return "nothing", has_begun
+    async def stream(number: int) -> tuple[str, bool]:
+        """How it ended, and whether anything had come before."""
+        reader = engine.submit([engine.request([5 + number] * 20, FOREVER)])
+        has_begun = False
+        try:
+            async for item in reader:
+                has_begun = True
+                if item.finished:
+                    return "whole", has_begun
+        except Exception as error:
+            return type(error).__name__, has_begun
+        finally:
+            reader.close()
+        return "nothing", has_begun
 
-        streams = [asyncio.create_task(stream(number)) for number in range(8)]
-        before = set(engine.replicas.names())
-        await until(lambda: engine.stats().num_running >= 6)
-        wholes = [asyncio.create_task(read(engine, [40 + n] * 50, GREEDY)) for n in range(8)]
-        await until(lambda: sum(replica.num_requests for replica in router.replicas()) >= 12)
-        victim = processes_with(REPLICA)[0]
-        os.kill(victim, signal.SIGKILL)
-        start = monotonic()
-        done = await asyncio.wait_for(asyncio.gather(*wholes), 60)
-        assert all(item.finished and len(tokens) == 8 for item, tokens in done)
-        ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
-        kinds = {kind for kind, _ in ends}
-        assert kinds <= {"whole", "ReplicaLostError"} and "ReplicaLostError" in kinds
-        assert all(begun for kind, begun in ends if kind == "ReplicaLostError")
-        print(f"all had ended {monotonic() - start:.1f} s after the kill: {sorted(ends)}")
-        await until(lambda: current(engine) == 2 and set(engine.replicas.names()) != before, 120)
-        [newcomer] = set(engine.replicas.names()) - before
-        await through_gate(engine, [[100 + n] * 64 for n in range(12)], 6)
-        states = {replica.name: replica for replica in router.replicas()}
-        assert states[newcomer].num_routed > 0
-        assert not is_running(victim)
-
-    with_replicas(EngineSettings(folder, num_blocks=512, **SMALL), 2, use)
+    streams = [asyncio.create_task(stream(number)) for number in range(8)]
+    before = set(engine.replicas.names())
+    await until(lambda: engine.stats().num_running >= 6)
+    wholes = [asyncio.create_task(read(engine, [40 + n] * 50, GREEDY)) for n in range(8)]
+    await until(lambda: sum(replica.num_requests for replica in router.replicas()) >= 12)
+    victim = processes_with(REPLICA)[0]
+    os.kill(victim, signal.SIGKILL)
+    start = monotonic()
+    done = await asyncio.wait_for(asyncio.gather(*wholes), 60)
+    assert all(item.finished and len(tokens) == 8 for item, tokens in done)
+    ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
+    kinds = {kind for kind, _ in ends}
+    assert kinds <= {"whole", "ReplicaLostError"} and "ReplicaLostError" in kinds
+    assert all(begun for kind, begun in ends if kind == "ReplicaLostError")
+    print(f"all had ended {monotonic() - start:.1f} s after the kill: {sorted(ends)}")
+    await until(lambda: current(engine) == 2 and set(engine.replicas.names()) != before, 120)
+    [newcomer] = set(engine.replicas.names()) - before
+    await through_gate(engine, [[100 + n] * 64 for n in range(12)], 6)
+    states = {replica.name: replica for replica in router.replicas()}
+    assert states[newcomer].num_routed > 0
+    assert not is_running(victim)
 
 
 def test_models_that_are_divided_are_each_in_a_placement_group(tmp_path: Path) -> None:
@@ -220,11 +220,11 @@ def test_models_that_are_divided_are_each_in_a_placement_group(tmp_path: Path) -
 
     everybody: list[int] = []
     settings = EngineSettings(tmp_path, num_blocks=512, tensor_parallel_size=3, **SMALL)
-    with_replicas(settings, 2, use)
+    with_replicas(settings, use)
     assert len(everybody) == 4 and wait_for_end(everybody, 30) == []
 
 
-def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
+def test_replicas_become_more_under_load_and_fewer_after(small_model: Path) -> None:
     """Each ingress follows each replica, which Serve counts as a request: three are two."""
     from ray import serve
 
@@ -238,9 +238,6 @@ def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
         **{"upscale_delay_s": 1, "downscale_delay_s": 3, "metrics_interval_s": 0.5},
         "look_back_period_s": 2,
     }
-    forever = SamplingParams(
-        temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-    )
 
     async def use(engine: RemoteEngine) -> None:
         replicas = engine.replicas
@@ -249,7 +246,7 @@ def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
 
         async def load(number: int) -> None:
             while not is_over:
-                item, _ = await read(engine, [5 + number] * 40, forever)
+                item, _ = await read(engine, [5 + number] * 40, FOREVER)
                 assert item.finished
 
         callers = [asyncio.create_task(load(number)) for number in range(8)]
@@ -266,7 +263,7 @@ def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     try:
         serve.start(proxy_location="Disabled")
-        settings = {"model": str(folder), "num_blocks": 512, **SMALL}
+        settings = {"model": str(small_model), "num_blocks": 512, **SMALL}
         app = engines(settings, autoscaling_config=scaling)
         handle = serve.run(app, name="pyengine", route_prefix=None)
         about = handle.about.remote().result()
@@ -276,24 +273,19 @@ def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
         ray.shutdown()
 
 
-def test_a_reader_that_goes_ends_what_runs(folder: Path) -> None:
-    async def use(engine: Any) -> None:
-        forever = SamplingParams(
-            max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
-        stream = engine.submit([engine.request([5] * 20, forever)])
-        await anext(aiter(stream))
-        stream.close()
-        router = engine.replicas.router
-        await until(lambda: all(replica.num_requests == 0 for replica in router.replicas()))
-        await until(lambda: all(replica.load.num_running == 0 for replica in router.replicas()))
-        reader = engine.submit([engine.request([6] * 20, forever, "mine")])
-        items = aiter(reader)
-        await anext(items)
-        assert await engine.abort("mine")
-        assert [item.outputs[0].finish_reason async for item in items][-1] == "abort"
-
-    with_replicas(EngineSettings(folder, num_blocks=512, **SMALL), 2, use)
+async def test_a_reader_that_goes_ends_what_runs(engine: Any) -> None:
+    await until(lambda: current(engine) == 2)
+    stream = engine.submit([engine.request([5] * 20, FOREVER)])
+    await anext(aiter(stream))
+    stream.close()
+    router = engine.replicas.router
+    await until(lambda: all(replica.num_requests == 0 for replica in router.replicas()))
+    await until(lambda: all(replica.load.num_running == 0 for replica in router.replicas()))
+    reader = engine.submit([engine.request([6] * 20, FOREVER, "mine")])
+    items = aiter(reader)
+    await anext(items)
+    assert await engine.abort("mine")
+    assert [item.outputs[0].finish_reason async for item in items][-1] == "abort"
 
 
 def test_replicas_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
@@ -318,16 +310,12 @@ def wait_for_health(address: str, process: "subprocess.Popen[str]") -> None:
     raise AssertionError("it never came up")
 
 
-def test_serve_with_replicas_and_its_end(folder: Path) -> None:
+def test_serve_with_replicas_and_its_end(small_model: Path) -> None:
     """The command: completions, streams, metrics of both, the page; then SIGTERM."""
-    arguments = ["serve", str(folder), "--replicas", "2", "--port", "8377", "--num-blocks", "512"]
-    more = ["--device", "cpu", "--dtype", "float32", "--block-size", "16"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, *arguments, *more],
-        cwd=ROOT,
-        text=True,
-        stderr=subprocess.PIPE,
-    )
+    options = "--replicas 2 --port 8377 --num-blocks 512 --device cpu --dtype float32"
+    command = [sys.executable, "-c", SERVE, "serve", str(small_model), *options.split()]
+    command += ["--block-size", "16"]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
     address = "http://127.0.0.1:8377"
     try:
         wait_for_health(address, process)
@@ -363,14 +351,14 @@ def test_serve_with_replicas_and_its_end(folder: Path) -> None:
         print(process.stderr.read()[-3000:])
 
 
-def test_replicas_share_a_folder_over_a_restart(folder: Path, tmp_path: Path) -> None:
+def test_replicas_share_a_folder_over_a_restart(small_model: Path, tmp_path: Path) -> None:
     """One writes, both read, each in a separate process; so do those of the next start."""
     from pyengine.cluster.fleet import Fleet
 
     store: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk": 1 << 30}
-    settings = EngineSettings(folder, num_blocks=64, **SMALL, **store)  # a prompt and a half
+    settings = EngineSettings(small_model, num_blocks=64, **SMALL, **store)  # a prompt and a half
     prompts = [[*([5 + family, 17 + family] * 256), family] for family in range(6)]
-    with AsyncEngine(folder, num_blocks=512, **SMALL) as single:
+    with AsyncEngine(small_model, num_blocks=512, **SMALL) as single:
         wanted = [alone(single, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
     route = Fleet.route
 
@@ -399,17 +387,17 @@ def test_replicas_share_a_folder_over_a_restart(folder: Path, tmp_path: Path) ->
         for name in sorted(routed(engine)):
             assert (await ask(engine, name))[0] >= 480  # it sees it for the first time
 
-    with_replicas(settings, 2, store_and_restore)
-    with_replicas(settings, 2, restore)
+    with_replicas(settings, store_and_restore)
+    with_replicas(settings, restore)
 
 
-def test_the_application_of_a_config_file(folder: Path) -> None:
+def test_the_application_of_a_config_file(small_model: Path) -> None:
     """The ingress as a deployment: Serve's own proxy in front of the same routes."""
     from ray import serve
 
     from pyengine.cluster.ray_app import application
 
-    engine = {"model": str(folder), "num_blocks": 512, **SMALL}
+    engine = {"model": str(small_model), "num_blocks": 512, **SMALL}
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": 8378})

@@ -21,7 +21,7 @@ from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.server.app import create_app
 from pyengine.server.settings import ServerSettings
 from tests.support.replicas import LocalReplicas, read, small_replica
-from tests.support.serving import Client, events_of, open_small_engine, save_small_model
+from tests.support.serving import Client, events_of, open_small_engine
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
@@ -32,14 +32,9 @@ STREAMED = SamplingParams(
 FAMILIES = [[family + 5] * 256 for family in range(4)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small_model(tmp_path_factory.mktemp("small"))
-
-
 @pytest.fixture
-def two(folder: Path) -> Iterator[tuple[Replica, Replica]]:
-    both = small_replica("a", folder), small_replica("b", folder)
+def two(small_model: Path) -> Iterator[tuple[Replica, Replica]]:
+    both = small_replica("a", small_model), small_replica("b", small_model)
     yield both
     for replica in both:
         replica.close()
@@ -67,10 +62,10 @@ async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) ->
 
 
 async def test_answers_are_those_of_one_engine_and_families_stay_together(
-    two: tuple[Replica, Replica], folder: Path
+    two: tuple[Replica, Replica], small_model: Path
 ) -> None:
     prompts = [[*FAMILIES[n % 4], *range(n, n + 9)] for n in range(40)]
-    with open_small_engine(folder) as one_engine:
+    with open_small_engine(small_model) as one_engine:
         expected = [(await read(one_engine, prompt, GREEDY))[1] for prompt in prompts]
 
     async with over(two) as (local, engine, _):
@@ -193,9 +188,9 @@ async def test_a_lost_replica_before_and_after_the_first_token(
 
 
 async def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_again(
-    folder: Path,
+    small_model: Path,
 ) -> None:
-    replica, other = small_replica("a", folder), small_replica("a-2", folder)
+    replica, other = small_replica("a", small_model), small_replica("a-2", small_model)
 
     with closing(replica), closing(other):
         async with over((replica,)) as (local, _, client):
@@ -266,9 +261,9 @@ async def test_a_drain_that_takes_too_long_aborts(two: tuple[Replica, Replica]) 
 
 
 async def test_a_replica_of_another_kind_gets_no_request(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    small_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good, bad = small_replica("a", folder), small_replica("b", folder, event_hash_seed=9)
+    good, bad = small_replica("a", small_model), small_replica("b", small_model, event_hash_seed=9)
     with closing(good), closing(bad):
         async with LocalReplicas(good) as local:
             local.come_back(bad)
@@ -334,12 +329,12 @@ async def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) 
 
 
 async def test_replicas_on_a_folder_restore_what_one_of_them_computed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller sees the tokens that were restored, and the router counts them."""
     monkeypatch.setattr(offloading, "_GAIN", 1e6)  # a tiny model computes faster than any disk
     store = {"kv_cache_dir": tmp_path / "kv", "kv_cache_disk": 1 << 30}
-    two = small_replica("a", folder, **store), small_replica("b", folder, **store)
+    two = small_replica("a", small_model, **store), small_replica("b", small_model, **store)
     first, second = [replica.info.store for replica in two]
     assert first is not None and second is not None
     assert (first.is_writer, second.is_writer) == (True, False)
