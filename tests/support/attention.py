@@ -1,5 +1,7 @@
 """Steps for attention backends, made by hand."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,6 +16,29 @@ def shared_rows(
     shared = SharedRows(group, len(order))
     shared.order, shared.prefixes = order, prefixes
     return shared
+
+
+def step_inputs(
+    starts: npt.NDArray[np.int32],
+    lens: npt.NDArray[np.int32],
+    tables: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    **more: Any,
+) -> StepInputs:
+    """The arrays of a step as backends take them, without token ids unless these are given."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return StepInputs(
+        **{"input_ids": none, "logits_indices": none, **more},
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slots),
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lens),
+        block_tables=torch.from_numpy(tables),
+        host_query_start_loc=starts,
+        host_seq_lens=lens,
+        host_block_tables=tables,
+    )
 
 
 def inputs_of(
@@ -35,16 +60,5 @@ def inputs_of(
         ]
         for tables in groups
     ]
-    none = torch.zeros(0, dtype=torch.int64)
-    return StepInputs(
-        input_ids=none,
-        positions=torch.tensor([p for span in spans for p in span]),
-        slot_mapping=torch.tensor(slots),
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=torch.from_numpy(lens),
-        block_tables=torch.from_numpy(padded),
-        logits_indices=none,
-        host_query_start_loc=starts,
-        host_seq_lens=lens,
-        host_block_tables=padded,
-    )
+    positions = np.array([p for span in spans for p in span])
+    return step_inputs(starts, lens, padded, positions, np.array(slots))

@@ -63,6 +63,17 @@ class FakeModel:
                 engine.close()
             thread.join(10)
 
+    def fail_on(self, token: int) -> None:
+        """Let steps with this token raise."""
+        run = self.bench.runner.run
+
+        def poisoned(sizes: Any, *step: Any) -> Any:
+            if token in self.bench.runner.arrays["input_ids"][: sizes[0]]:
+                raise ValueError(f"token {token}")
+            return run(sizes, *step)
+
+        self.bench.runner.run = poisoned  # type: ignore[method-assign]
+
     def llm(self, **settings: Any) -> LLM:
         llm = LLM(**settings)
         self.made.append((ref(llm), llm._engine_loop._thread))

@@ -472,14 +472,7 @@ def test_many_that_are_dropped_leave_no_threads(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_one_on_which_the_model_fails_is_told_and_alone(model: FakeModel) -> None:
-    run = model.bench.runner.run
-
-    def poisoned(sizes: Any, *step: Any) -> Any:
-        if 96 in model.bench.runner.arrays["input_ids"][: sizes[0]]:
-            raise ValueError("token 96")
-        return run(sizes, *step)
-
-    model.bench.runner.run = poisoned  # type: ignore[method-assign]
+    model.fail_on(96)
     good = next([at, 3] for at in range(80) if 96 not in continued([at, 3], 8))
     async with model.async_engine() as engine:
         other = asyncio.ensure_future(last_of(engine.generate(good, GREEDY)))

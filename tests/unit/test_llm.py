@@ -337,14 +337,7 @@ def test_an_error_of_the_engine_reaches_everybody(model: FakeModel) -> None:
 
 
 def test_a_request_that_fails_is_raised_with_the_outputs_of_all(model: FakeModel) -> None:
-    run = model.bench.runner.run
-
-    def poisoned(sizes: Any, *step: Any) -> Any:
-        if 96 in model.bench.runner.arrays["input_ids"][: sizes[0]]:
-            raise ValueError("token 96")
-        return run(sizes, *step)
-
-    model.bench.runner.run = poisoned  # type: ignore[method-assign]
+    model.fail_on(96)
     prompts = [item for item in ([at, 3] for at in range(80)) if 96 not in continued(item, 8)][:5]
     with pytest.raises(RequestFailedError, match=r"1 of 6 .* position 2: ValueError: token 96") as (
         raised

@@ -15,6 +15,7 @@ from pyengine.attention.paged import rotated
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.dtypes import dtype_of
+from tests.support.attention import step_inputs
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40
@@ -72,19 +73,7 @@ def make_step(lengths: Lengths, shape: Shape, *, width: int | None = None, seed:
     positions = np.concatenate([np.arange(c, c + n) for n, c in lengths])
     rows = np.repeat(np.arange(len(lens)), np.diff(starts))
     slots = tables[0, rows, positions // size].astype(np.int64) * size + positions % size
-    none = torch.zeros(0, dtype=torch.int64)
-    inputs = StepInputs(
-        input_ids=none,
-        positions=torch.from_numpy(positions.astype(np.int64)),
-        slot_mapping=torch.from_numpy(slots[None]),
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=torch.from_numpy(lens),
-        block_tables=torch.from_numpy(tables),
-        logits_indices=none,
-        host_query_start_loc=starts,
-        host_seq_lens=lens,
-        host_block_tables=tables,
-    )
+    inputs = step_inputs(starts, lens, tables, positions.astype(np.int64), slots[None])
     total = int(starts[-1])
     return Step(  # as transformers hands them over: heads first, then transposed
         inputs,

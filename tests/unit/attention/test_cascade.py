@@ -18,7 +18,7 @@ from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
 from pyengine.utils.tensors import tensor_of
-from tests.support.attention import inputs_of, shared_rows
+from tests.support.attention import inputs_of, shared_rows, step_inputs
 from tests.support.graphs import record_eagerly
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import Shape, copied, make_step, options_of, refill
@@ -154,20 +154,8 @@ def test_steps_of_the_block_manager_give_what_the_oracle_gives(
     shared.prefixes = shared.rows[: buffers.num_prefixes]
     starts, lens = arrays["query_start_loc"][: count + 1], arrays["seq_lens"][:count]
     tables, tokens = arrays["block_tables"][:, :count], int(starts[-1])
-    none = torch.zeros(0, dtype=torch.int64)
-    inputs = StepInputs(
-        input_ids=none,
-        positions=torch.from_numpy(arrays["positions"][:tokens]),
-        slot_mapping=torch.from_numpy(arrays["slot_mapping"][:, :tokens]),
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=torch.from_numpy(lens),
-        block_tables=torch.from_numpy(tables),
-        logits_indices=none,
-        host_query_start_loc=starts,
-        host_seq_lens=lens,
-        host_block_tables=tables,
-        shared=shared,
-    )
+    positions, slots = arrays["positions"][:tokens], arrays["slot_mapping"][:, :tokens]
+    inputs = step_inputs(starts, lens, tables, positions, slots, shared=shared)
     assert_like_the_oracle(inputs, "plain")
 
 

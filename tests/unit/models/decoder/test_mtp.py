@@ -21,6 +21,7 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.model import DecoderModel
 from pyengine.utils.tensors import array_of, tensor_of
+from tests.support.attention import step_inputs
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.unit.models.decoder.steps import BLOCK, CPU
 from tests.unit.models.decoder.test_families import SETS, TOLERANCE, Saved
@@ -65,18 +66,9 @@ def ours(folder: Path, kernels: str = "torch") -> list[tuple[torch.Tensor, torch
 def _inputs(count: int) -> StepInputs:
     starts, lens = np.array([0, count], np.int32), np.array([count], np.int32)
     tables = np.arange(-(-count // BLOCK), dtype=np.int32)[None, None] + 1
-    return StepInputs(
-        input_ids=torch.tensor(TOKENS),
-        positions=torch.arange(count),
-        slot_mapping=torch.arange(count)[None] + BLOCK,
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=torch.from_numpy(lens),
-        block_tables=torch.from_numpy(tables),
-        logits_indices=torch.arange(count),
-        host_query_start_loc=starts,
-        host_seq_lens=lens,
-        host_block_tables=tables,
-    )
+    positions, ids = np.arange(count), torch.tensor(TOKENS)
+    slots, rows = positions[None] + BLOCK, torch.arange(count)
+    return step_inputs(starts, lens, tables, positions, slots, input_ids=ids, logits_indices=rows)
 
 
 @torch.inference_mode()

@@ -7,23 +7,8 @@ import pytest
 
 from pyengine.async_engine import AsyncEngine
 from tests.support import chat
-from tests.support.serving import (
-    Client,
-    make_client,
-    open_small_engine,
-    save_small_model,
-)
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "What is the capital of France?"}
-ASSISTANT = {"role": "assistant", "content": "Paris"}
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [USER], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
-    COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
-}
-HEADER = "x-pyengine-ignored"
-ROUTES = (CHAT, COMPLETIONS)
-
+from tests.support.serving import Client, make_client, open_small_engine, save_small_model
+from tests.unit.server.bodies import BODIES, CHAT, HEADER, USER
 
 READS_EFFORT = chat.CHATML.replace("enable_thinking", "reasoning_effort")
 SHOWS_EFFORT = "{% for m in messages %}{{ m.content }}{% endfor %}<{{ reasoning_effort }}>"

@@ -6,23 +6,8 @@ from typing import Any
 import pytest
 
 from pyengine.async_engine import AsyncEngine
-from tests.support.serving import (
-    Client,
-    make_client,
-    open_small_engine,
-    save_small_model,
-)
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "What is the capital of France?"}
-ASSISTANT = {"role": "assistant", "content": "Paris"}
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [USER], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
-    COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
-}
-HEADER = "x-pyengine-ignored"
-ROUTES = (CHAT, COMPLETIONS)
-
+from tests.support.serving import Client, make_client, open_small_engine, save_small_model
+from tests.unit.server.bodies import ASSISTANT, BODIES, CHAT, HEADER, USER
 
 KEYS: dict[str, Any] = {
     "annotations": [{"type": "url_citation"}],

@@ -10,22 +10,8 @@ from pyengine.async_engine import AsyncEngine
 from pyengine.errors import ConfigurationError
 from pyengine.server.settings import ServerSettings
 from tests.support import api_fields
-from tests.support.serving import (
-    Client,
-    error_of,
-    events_of,
-    make_client,
-)
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "What is the capital of France?"}
-ASSISTANT = {"role": "assistant", "content": "Paris"}
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [USER], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
-    COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
-}
-HEADER = "x-pyengine-ignored"
-ROUTES = (CHAT, COMPLETIONS)
+from tests.support.serving import Client, error_of, events_of, make_client
+from tests.unit.server.bodies import ASSISTANT, BODIES, CHAT, COMPLETIONS, HEADER, ROUTES, USER
 
 WITHOUT_EFFECT: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (ROUTES, {"best_of": 1}),
