@@ -39,6 +39,7 @@ from pyengine.models.model import Model
 from pyengine.sampling.sampler import SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils.dtypes import DType
 from tests.fake_cuda import libraries
 from tests.gpu.models import _BASE, FAMILIES, LONGEST, VOCABULARY, model_of
 from tests.support.cuda_lowering import Lowering
@@ -46,7 +47,7 @@ from tests.support.fake_cuda import FakeCuda, kernels_warmed_up
 from tests.support.graphs import record_eagerly
 
 DEVICE = torch.device("cuda:0")
-DTYPE = torch.bfloat16
+DTYPE: DType = "bfloat16"
 _TOKENS, _SEQUENCES = 256, 8
 PROMPTS = (40, 100, 7)
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
@@ -96,7 +97,7 @@ def _model(
     if family == "gpt2":  # it has other names for sizes
         settings = MORE[family]
     if family in TABLE:
-        model, spec = unfilled_decoder(family, settings, DEVICE, DTYPE, quantization)
+        model, spec = unfilled_decoder(family, settings, DEVICE, quantization=quantization)
         return model, attending_layers(spec)
     module = model_of(family, settings)
     layers = fallback.attending_layers(module)
@@ -111,7 +112,7 @@ class Machine:
         device: FakeCuda,
         family: str,
         backend: str,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: DType | None = None,
         *,
         quantises: bool = False,
     ) -> None:
@@ -459,9 +460,9 @@ def _module(head_dim: int, window: bool = False, softcap: bool = False, kv: str 
     )
 
 
-MODULES: dict[tuple[str, torch.dtype | None], set[str]] = {
+MODULES: dict[tuple[str, DType | None], set[str]] = {
     ("llama", None): {_module(128)},
-    ("llama", torch.float8_e4m3fn): {_module(128, kv="e4m3")},
+    ("llama", "float8_e4m3fn"): {_module(128, kv="e4m3")},
     ("gemma2", None): {_module(128, softcap=True), _module(128, window=True, softcap=True)},
     ("gpt_oss", None): {_module(64), _module(64, window=True)},
 }
@@ -470,7 +471,7 @@ MODULES: dict[tuple[str, torch.dtype | None], set[str]] = {
 
 def run_in_8_bits(backend: str, *families: str) -> None:
     """The same with a KV cache of 8-bit floats."""
-    _run(FakeCuda(), backend, families, torch.float8_e4m3fn)
+    _run(FakeCuda(), backend, families, "float8_e4m3fn")
 
 
 def run_with_weights_in_fp8(backend: str, *families: str) -> None:
@@ -490,7 +491,7 @@ def _run(
     device: FakeCuda,
     backend: str,
     families: Sequence[str],
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: DType | None = None,
     *,
     quantises: bool = False,
 ) -> None:
