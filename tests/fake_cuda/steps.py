@@ -151,11 +151,12 @@ class Machine:
 
         All sizes must have one.
         """
+        runner: Any = self.runner
         if self.backend.supports_graphs:
-            self.runner.capture()
-            assert self.runner.graphs.sizes == self.runner.graph_sizes
-            self.runner.capture_piecewise(record_eagerly.pieces)
-            assert self.runner.piecewise.sizes == self.runner.piecewise_sizes
+            runner.capture()
+            assert runner.graphs.sizes == runner.graph_sizes
+            runner.capture_piecewise(record_eagerly.pieces)
+            assert runner.piecewise.sizes == runner.piecewise_sizes
 
     def steps(self, shared: int = 0, *, ahead: bool = False) -> int:
         """Chunks of prompts beside decodes, then decodes alone; returns the number of steps.
@@ -202,7 +203,7 @@ class Machine:
     ) -> torch.Tensor:
         logits = forward(before).sampling
         assert logits.shape == (plan.num_samples, VOCABULARY) and logits.is_cuda
-        drawn = sample(logits, SamplingBatch(states[: len(logits)])).token_ids
+        drawn: torch.Tensor = sample(logits, SamplingBatch(states[: len(logits)])).token_ids
         assert drawn.shape == (len(logits),) and drawn.is_cuda
         plan.commit(np.ones(len(logits), dtype=np.int64))
         return drawn
@@ -228,7 +229,7 @@ class CompiledOnDevice:
             self._device.paused(),
             patch.object(torch.ops.pyengine, "paged_attention", operator),
         ):
-            logits = self._compiled(inputs, inside)
+            logits: torch.Tensor = self._compiled(inputs, inside)
         context.attended = inside.attended
         return logits
 
@@ -424,7 +425,8 @@ def run_sharing(*families: str) -> None:
         ):
             machine = Machine(device, family, "flashinfer")
             machine.capture()
-            assert machine.runner.graphs.sharing_sizes == machine.runner.graph_sizes[1:]
+            graphs: Any = machine.runner.graphs
+            assert graphs.sharing_sizes == machine.runner.graph_sizes[1:]
             device.waits.clear()
             machine.steps(shared=64)
         assert eager[-1], "a chunk of a prompt beside a decode"

@@ -12,7 +12,8 @@ import torch
 
 from pyengine.attention import dispatch
 from pyengine.attention.backend import QKV
-from pyengine.attention.dispatch import PagedContext, running
+from pyengine.attention.context import PagedContext
+from pyengine.attention.dispatch import running
 from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.releases import torch_obstacle
 from tests.fake_cuda.steps import BROKEN, MORE, _attend_as_promised

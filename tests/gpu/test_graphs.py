@@ -88,8 +88,8 @@ def differing(replayed: Sequence[torch.Tensor], launched: Sequence[torch.Tensor]
     steps = [at for at, (pair, eager) in enumerate(pairs) if not torch.equal(pair, eager)]
     if not steps:
         return ""
-    replayed, eager = pairs[steps[0]]
-    error = float((replayed.float() - eager.float()).abs().max())
+    first, eager = pairs[steps[0]]
+    error = float((first.float() - eager.float()).abs().max())
     return f"{len(steps)} steps differ, the first is step {steps[0]}, by {error:.3g} at most"
 
 

@@ -23,6 +23,7 @@ from pyengine.attention.flashinfer import (
     workspace_bytes,
 )
 from tests.fake_cuda.releases import NEWEST
+from tests.support.processes import run_program
 
 HERE = Path(__file__).parent
 CUDA = Path(sys.prefix) / "cuda" / "nvidia" / "cu13"
@@ -48,9 +49,8 @@ def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     includes = [f"-I{path}" for path in (sources, CUDA / "include", CUDA / "include" / "cccl")]
     plan, program = folder / "plan.o", folder / "planner"
     nvcc = [CUDA / "bin" / "nvcc", "-std=c++17", "-arch=sm_80", "-c", HERE / "plan.cu", "-o", plan]
-    environment = {**os.environ, "CUDA_HOME": str(CUDA)}
-    subprocess.run([*nvcc, *includes], check=True, env=environment)
-    subprocess.run(["g++", plan, HERE / "cuda.cpp", "-o", program], check=True)
+    run_program([*nvcc, *includes], env={**os.environ, "CUDA_HOME": str(CUDA)})
+    run_program(["g++", plan, HERE / "cuda.cpp", "-o", program])
     return program
 
 
