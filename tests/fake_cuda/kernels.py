@@ -68,7 +68,8 @@ def compile_for(capability: str) -> None:
         for case in LOGITS:
             _draw(*case)
         kinds = {kernel.metadata.name for kernel in compiled[before:]}
-        assert kinds == {"_sums", "_floors", "_kept_sums", "_choice", "_best", "_forbid"}
+        names = ("sums", "floors", "kept_sums", "choice", "best", "forbid")
+        assert kinds == {f"_{name}_kernel" for name in names}
         assert len(compiled) == before + 12 * len(LOGITS)
     for kernel in compiled:
         assert kernel.metadata.target.arch == int(capability)
