@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benches.engine.float_model import float_folder
 from pyengine import LLM, SamplingParams
 from pyengine.async_engine import AsyncEngine
 from tests.integration.test_tokens_bbh import ARCHIVE, read
@@ -89,7 +90,7 @@ def write_task(path: Path, data: Path, **fields: Any) -> None:
 def server() -> Iterator[RunningServer]:
     """The embedded model with float weights, which transformers loads, too."""
     with (
-        AsyncEngine(dtype="float32", quantization="none", num_blocks=1024) as engine,
+        AsyncEngine(float_folder(), dtype="float32", num_blocks=1024) as engine,
         RunningServer(engine, log_format="none") as server,
     ):
         yield server
@@ -106,8 +107,11 @@ class Suite:
     def run(self, model: str, route: str, *names: str, **arguments: object) -> list[Any]:
         """The logged samples of each task."""
         out = self.home / f"out {len(list(self.home.iterdir()))}"
-        settings = {"base_url": f"{self.server.address}{route}", "model": "SmolLM2-135M-Instruct"}
-        given = ",".join(f"{name}={value}" for name, value in (settings | arguments).items())
+        folder = float_folder()
+        settings = {"base_url": f"{self.server.address}{route}", "model": folder.name, **arguments}
+        if "chat" not in model:
+            settings |= {"tokenizer_backend": "huggingface", "tokenizer": folder}
+        given = ",".join(f"{name}={value}" for name, value in settings.items())
         told_apart = ["--apply_chat_template"] if "chat" in model else []
         run(
             *("lm_eval", "run", "--model", model, "--model_args", given, *told_apart),
@@ -122,15 +126,7 @@ class Suite:
 
     def answers(self) -> list[Answer]:
         """All choices of all questions, by their log-probabilities."""
-        tokenizer = self.server.engine.model_path
-        samples = self.run(
-            "local-completions",
-            "/v1/completions",
-            *TASKS,
-            tokenizer_backend="huggingface",
-            tokenizer=tokenizer,
-            num_concurrent=4,
-        )
+        samples = self.run("local-completions", "/v1/completions", *TASKS, num_concurrent=4)
         return [
             Answer(asked["arg_0"], asked["arg_1"], float(logprob), is_greedy == "True")
             for sample in samples
@@ -162,11 +158,9 @@ def test_log_probabilities_are_those_of_the_model_and_come_from_the_cache(suite:
     assert computed < 0.05 * total
 
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    with LLM(dtype="float32", quantization="none", num_blocks=1024) as llm:
+    with LLM(float_folder(), dtype="float32", num_blocks=1024) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        suite.server.engine.model_path, dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(float_folder(), dtype=torch.float32).eval()
     for request, again, begin, ids, output in zip(
         first, second, contexts, whole, outputs, strict=True
     ):
@@ -191,20 +185,12 @@ def test_log_probabilities_are_those_of_the_model_and_come_from_the_cache(suite:
 def test_five_stop_strings(model: str, suite: Suite) -> None:
     """Chats get four of them: `lm_eval` itself leaves the rest out."""
     route = "/v1/chat/completions" if "chat" in model else "/v1/completions"
-    more = (
-        {}
-        if "chat" in model
-        else {
-            "tokenizer_backend": "huggingface",
-            "tokenizer": suite.server.engine.model_path,
-        }
-    )
-    samples = suite.run(model, route, "written", num_concurrent=2, **more)
+    samples = suite.run(model, route, "written", num_concurrent=2)
     assert len(samples) == QUESTIONS
     said = [sample["resps"][0][0] for sample in samples]
     known = STOPS[:4] if "chat" in model else STOPS
     assert not any(stop in text for text in said for stop in known)
-    with LLM(dtype="float32", quantization="none", num_blocks=512) as llm:
+    with LLM(float_folder(), dtype="float32", num_blocks=512) as llm:
         params = SamplingParams(temperature=0, max_tokens=48, stop=list(known))
         asked = [sample["doc"]["question"] for sample in samples]
         if "chat" in model:
