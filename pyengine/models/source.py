@@ -145,17 +145,31 @@ def _download(
 
 def _download_gguf(name: str, revision: str | None, token: str | bool | None) -> Path:
     """A GGUF file of the Hugging Face hub, by its name or format, downloaded if missing."""
-    from huggingface_hub import model_info
-
     repository, _, file = name.partition(":")
     if not file.endswith(".gguf"):
         with _hub_errors(name, revision):
-            about = model_info(repository, revision=revision, token=token)
-        file = _gguf_in_format(repository, file, [file.rfilename for file in about.siblings or ()])
+            files = _gguf_files(repository, revision, token)
+        file = _gguf_in_format(repository, file, files)
     path = _download(repository, revision, token, files=[file]) / file
     if not path.is_file():
         raise ModelLoadError(f"{repository} on the Hugging Face hub has no file {file}")
     return path
+
+
+def _gguf_files(repository: str, revision: str | None, token: str | bool | None) -> list[str]:
+    """The GGUF files of a repository, or, without a connection, those in the hub's cache."""
+    from huggingface_hub import model_info, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    options: Any = {"revision": revision, "token": token}
+    try:
+        about = model_info(repository, **options)
+    except HfHubHTTPError:  # an answer of the hub
+        raise
+    except Exception:  # the errors of connections are those of the hub's HTTP client
+        folder = Path(snapshot_download(repository, **options, local_files_only=True))
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    return [file.rfilename for file in about.siblings or ()]
 
 
 def _gguf_in_format(repository: str, format: str, files: Iterable[str]) -> str:

@@ -99,6 +99,33 @@ def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch):
         resolve_source("owner/name")
 
 
+class NoConnectionError(Exception):
+    """As the hub's HTTP client raises it."""
+
+
+@pytest.mark.parametrize(("name", "file"), [("o/b:q8_0", "b-Q8_0.gguf"), ("o/b-GGUF", "a.gguf")])
+def test_a_format_is_found_in_the_cache_without_a_connection(name, file, monkeypatch, tmp_path):
+    def no_connection(*args: object, **kwargs: object) -> None:
+        raise NoConnectionError
+
+    (tmp_path / file).touch()
+    monkeypatch.setattr("huggingface_hub.model_info", no_connection)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert resolve_source(name).path == tmp_path / file
+
+
+def test_a_format_that_is_not_in_the_cache_without_a_connection(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise LocalEntryNotFoundError("nothing") if "local_files_only" in kwargs else OSError
+
+    monkeypatch.setattr("huggingface_hub.model_info", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match=r"'owner/b:q8_0' .* hub: .* hub cannot be reached"):
+        resolve_source("owner/b:q8_0")
+
+
 def test_a_folder_without_a_config_is_named(tmp_path):
     with pytest.raises(ModelLoadError, match=r"has no config\.json"):
         resolve_source(tmp_path)
