@@ -25,8 +25,8 @@ def explain(
     """Show where two prompts differ first, and how many whole blocks they share.
 
     A file holds text, or a JSON list of token ids; then no model is needed. Text is read by the
-    tokenizer of the model. Only whole blocks are
-    found in the cache again, so tokens after the first difference are computed anew.
+    tokenizer of the model. Only whole blocks are found in the cache again, so tokens after the
+    first difference are computed anew.
     """
     with guarded():
         prompts = [_read(path) for path in (first, second)]
@@ -76,7 +76,10 @@ def _shown(token_ids: Sequence[int], tokenizer: Any) -> str:
 
 def _read(path: Path) -> str | list[int]:
     """The prompt of a file: text, or a JSON list of token ids."""
-    text = read_text(path, LONGEST_LINE)
+    try:
+        text = read_text(path, LONGEST_LINE)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{error}; A and B are files with prompts") from None
     if len(text) > LONGEST_LINE:
         raise InvalidRequestError(f"{path} has more than {LONGEST_LINE >> 20} MiB: no prompt")
     try:

@@ -83,7 +83,7 @@ def test_a_text_is_read_with_the_tokenizer_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"\xff", "is not UTF-8 text"), (None, "cannot read")]
+    ("content", "words"), [(b"\xff", "is not UTF-8 text"), (None, "A and B are files")]
 )
 def test_files_that_are_no_prompts(
     files: tuple[Path, Path], content: bytes | None, words: str
