@@ -333,7 +333,7 @@ class EngineSettings:
 
     def _not_yet(self, name: str, other: str) -> ConfigurationError:
         """The refusal of two settings that cannot be combined so far."""
-        value, with_value = (shown(getattr(self, each)) for each in (name, other))
+        value, with_value = (shown(getattr(self, setting)) for setting in (name, other))
         return ConfigurationError(
             f"{name}={value} cannot be combined with {other}={with_value} yet: leave one of them "
             "out"

@@ -118,7 +118,10 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """The same as the CPU kernel takes them, without torch; `sinks` are float32."""
+    """Those of `AttentionOptions` that the CPU kernel takes, without torch.
+
+    `sinks` are float32, `[query_heads]`.
+    """
 
     scaling: float
     sliding_window: int | None = None

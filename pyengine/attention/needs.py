@@ -70,29 +70,31 @@ def needs_of(
     block_size: int | None = None,
 ) -> AttentionNeeds:
     """The needs of a model with these layers on this machine."""
+    capability, torch_number, cudnn_version = _versions(device)
     return AttentionNeeds(
         device=device,
         block_size=block_size,
         layers=tuple(layers),
         dtype=dtype,
         kv_dtype=kv_dtype,
+        capability=capability,
+        torch_version=torch_number,
+        cudnn_version=cudnn_version,
         packages=frozenset(
             name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None
         ),
-        **(_versions(device) if device.type == "cuda" else {}),
     )
 
 
-def _versions(device: Device) -> dict[str, Any]:
-    """The capability of a CUDA device, and the versions of its libraries."""
+def _versions(device: Device) -> tuple[tuple[int, int] | None, tuple[int, int], int]:
+    """The capability of a CUDA device, and the versions of torch and cuDNN."""
+    if device.type != "cuda":
+        return None, (0, 0), 0
     import torch
 
     cudnn: Any = torch.backends.cudnn
-    return {
-        "capability": torch.cuda.get_device_capability(for_torch(device)),
-        "torch_version": torch_version(torch.__version__),
-        "cudnn_version": cudnn.version() or 0,
-    }
+    capability = torch.cuda.get_device_capability(for_torch(device))
+    return capability, torch_version(torch.__version__), cudnn.version() or 0
 
 
 def torch_version(version: str) -> tuple[int, int]:

@@ -186,9 +186,9 @@ def window_left(window: int | None) -> int:
 
 
 def with_sinks(result: Any, sinks: torch.Tensor | None) -> torch.Tensor:
-    """What a flash kernel returns, with sinks.
+    """The attention `[T, heads, d]` in the result of a flash kernel, with sinks if there are any.
 
-    That is `[T, heads, d]`; with sinks also `lse` `[heads, T]`, see `apply_sinks`.
+    The kernel then also returns `lse`, `[heads, T]`: see `apply_sinks`.
     """
     if sinks is None:
         attended: torch.Tensor = result

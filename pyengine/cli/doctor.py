@@ -235,17 +235,17 @@ def _target(torch: TorchFacts) -> str:
 def examine(*, as_json: bool = False) -> int:
     """Print versions, machine and findings; status 1 if something is missing or slow."""
     machine, installed = this_machine(), this_installation()
-    shown_findings = findings(machine, installed)
-    counts = Counter(finding.kind for finding in shown_findings)
+    all_findings = findings(machine, installed)
+    counts = Counter(finding.kind for finding in all_findings)
     is_well = not (counts["missing"] or counts["slow"])
     rows = rows_of(machine, installed)
     if as_json:
-        shown = {**rows, "findings": [*map(asdict, shown_findings)], "is_well": is_well}
+        shown = {**rows, "findings": [*map(asdict, all_findings)], "is_well": is_well}
         write(json.dumps(shown, indent=2) + "\n")
         return 0 if is_well else FAILED
     for title, section in rows.items():
         print_rows(title, section, is_wrapped=True)
-    for finding in shown_findings:
+    for finding in all_findings:
         write(wrapped(f"{finding.kind}: {finding.text}", indent=4) + "\n")
         if finding.fix:
             write(wrapped(f"    -> {finding.fix}", indent=7) + "\n")

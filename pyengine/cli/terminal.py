@@ -8,9 +8,9 @@ import os
 import sys
 from typing import TextIO
 
+# How control characters are written, except line ends and tabs.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
-"""How control characters are written, except line ends and tabs."""
 
 _BOLD, DIM, RED, GREEN, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 """ANSI sequences for a terminal."""

@@ -125,8 +125,8 @@ class HitVerifier(EnginePart):
         if verification is not None:
             self._judge(request, verification)
             return ()
-        verified = self._verification_of(request)
-        return () if verified is None else (verified,)
+        further = self._verification_of(request)
+        return () if further is None else (further,)
 
     def finished(self, sequences: Sequence[SequenceState]) -> None:
         """Forget verifications that have ended."""

@@ -19,7 +19,7 @@ print(signal.getsignal(signal.SIGINT) is signal.{before})
 
 
 def run(before: str, status: int) -> str:
-    """What it printed in both streams."""
+    """The output of both streams."""
     done = run_python(CODE.replace("{before}", before), status=status)
     return done.stdout + done.stderr
 
