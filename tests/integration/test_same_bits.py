@@ -7,7 +7,9 @@ import pytest
 
 from benches.engine.same_bits import WAYS, Requests, Way, requests, run_ways
 from pyengine.cpu import CpuAttention
+from pyengine.engine import builder
 from pyengine.sampling import array_operations
+from pyengine.speculation.policy import Curve, StepCosts
 from tests.support.checkpoints import save_random
 
 pytestmark = [
@@ -108,6 +110,13 @@ def test_a_normaliser_by_the_batch_is_seen(
     monkeypatch.setattr(array_operations, "token_logprobs", by_the_batch)
     ways = tuple(way for way in WAYS if way.name in FEW)
     assert len(differences({"model": folders["llama"], "dtype": "float32"}, ways)) == 2
+
+
+def test_drafts_are_computed_on_a_slow_machine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    dear = StepCosts(Curve([1, 2], [1.0, 100.0]))
+    monkeypatch.setattr(builder, "measured_costs", lambda *_: dear)
+    ways = tuple(way for way in WAYS if way.name in (FEW[0], "drafts"))
+    assert differences({}, ways) == []
 
 
 def test_the_embedded_model() -> None:
