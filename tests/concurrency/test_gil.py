@@ -277,7 +277,7 @@ def test_what_takes_long_lets_python_run_meanwhile(call: str) -> None:
     """
     prepare, run = LONG[call]
     seen = []
-    for _ in range(10):  # on a busy machine the other thread may be late
+    for _ in range(50):  # on a busy machine the other thread may be late
         own = prepare()
         with pauses() as waited:
             sleep(0.001)
