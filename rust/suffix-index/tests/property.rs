@@ -1,6 +1,6 @@
 //! Drafts against an exhaustive search, with an archive that forgets.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use suffix_index::{Draft, MAX_MATCH, MAX_MATCHES, MIN_MATCH, SuffixIndex};
@@ -216,10 +216,13 @@ fn ending_a_text_does_not_look_at_all_namespaces() {
         );
         start.elapsed()
     };
-    let fastest = |namespaces| (0..3).map(|_| ends(namespaces)).min();
-    let (few, many) = (fastest(100).expect("one"), fastest(20_000).expect("one"));
-    assert!(
-        many < 50 * few,
-        "{few:?} beside 100 namespaces, {many:?} beside 20,000"
-    );
+    let (mut few, mut many) = (Duration::MAX, Duration::MAX);
+    for _ in 0..20 {
+        // other load of the machine may slow each
+        (few, many) = (few.min(ends(100)), many.min(ends(20_000)));
+        if many < 50 * few {
+            return;
+        }
+    }
+    panic!("{few:?} beside 100 namespaces, {many:?} beside 20,000");
 }

@@ -1,5 +1,7 @@
 //! Helpers of the scripts: blocks of four tokens, steps with a large budget.
 
+use std::time::Duration;
+
 use kv_core::{
     BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Remapping, SeqHandle,
 };
@@ -128,4 +130,17 @@ pub(crate) fn lose_the_head(m: &mut BlockManager) {
     let plan = begin(m, PLENTY);
     prefill(m, plan.key(), &taker);
     m.rollback(plan.key()).expect("the newest");
+}
+
+/// Asserts that 16 times the work takes clearly less than 256 times as long, by the fastest of several tries: other
+/// load of the machine may slow each of them.
+pub(crate) fn assert_linear(took: impl Fn(u32) -> Duration, few: u32) {
+    let (mut least, mut most) = (Duration::MAX, Duration::MAX);
+    for _ in 0..20 {
+        (least, most) = (least.min(took(few)), most.min(took(16 * few)));
+        if most < 64 * least {
+            return;
+        }
+    }
+    panic!("{least:?} for {few}, {most:?} for 16 times as many");
 }

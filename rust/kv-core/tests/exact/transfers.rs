@@ -8,8 +8,8 @@ use kv_core::{
 };
 
 use super::tools::{
-    PLENTY, begin, block_of, commit, computed, decoded, manager, prefill, prompt, removed,
-    sequence, settings, table, used, with,
+    PLENTY, assert_linear, begin, block_of, commit, computed, decoded, manager, prefill, prompt,
+    removed, sequence, settings, table, used, with,
 };
 
 fn reserved(m: &mut BlockManager, seq: &SeqHandle, tokens: usize) -> Transfer {
@@ -495,10 +495,7 @@ fn dropped(count: u32) -> Duration {
 
 #[test]
 fn many_transfers_end_in_linear_time() {
-    let fastest = |count| (0..3).map(|_| dropped(count)).min().expect("one");
-    let (few, many) = (fastest(500), fastest(8_000));
-    // 16 times the transfers; looking at all of them for each would take 256 times as long.
-    assert!(many < 64 * few, "{few:?} for 500, {many:?} for 8,000");
+    assert_linear(dropped, 500);
 }
 
 /// Blocks know 32 bits of the number of their transfer.

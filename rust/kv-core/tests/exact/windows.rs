@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use kv_core::{BlockManager, Config, Prefill, SeqHandle};
 
 use super::tools::{
-    PLENTY, begin, commit, computed, decoded, manager, prefill, prompt, sequence, settings, table,
-    with,
+    PLENTY, assert_linear, begin, commit, computed, decoded, manager, prefill, prompt, sequence,
+    settings, table, with,
 };
 
 /// A group that sees everything and one with a window, of blocks of four tokens.
@@ -449,11 +449,5 @@ fn computed_again(blocks: u32) -> Duration {
 /// What is known of an evicted prefix because a child keeps it costs each block of a later prefill the same.
 #[test]
 fn a_prefix_that_a_child_keeps_is_computed_again_in_linear_time() {
-    let fastest = |blocks| (0..3).map(|_| computed_again(blocks)).min();
-    let (few, many) = (fastest(2_048).expect("one"), fastest(32_768).expect("one"));
-    // 16 times the blocks; looking at all of them for each would take 256 times as long.
-    assert!(
-        many < 64 * few,
-        "{few:?} for 2,048 blocks, {many:?} for 32,768"
-    );
+    assert_linear(computed_again, 2_048);
 }
