@@ -215,12 +215,12 @@ def pauses() -> Iterator[list[float]]:
         sys.setswitchinterval(interval)
 
 
-def filled() -> list[Any]:
+def filled(count: int = MANY) -> list[Any]:
     """A pool whose every block is evictable and holds a content of which no event was taken."""
-    manager = BlockManager(MANY, 1, events=True)
-    sequence = manager.sequence(np.arange(MANY))
-    plan = manager.begin_step(MANY)
-    plan.prefill(sequence, MANY)
+    manager = BlockManager(count, 1, events=True)
+    sequence = manager.sequence(np.arange(count))
+    plan = manager.begin_step(count)
+    plan.prefill(sequence, count)
     plan.commit([0])
     sequence.free()
     return [manager]
@@ -244,8 +244,8 @@ def dropped_transfers() -> list[Any]:
 
 
 def pinned() -> list[Any]:
-    [manager] = filled()
-    return [manager, manager.match_prefix(np.arange(MANY))]
+    [manager] = filled(4 * MANY)
+    return [manager, manager.match_prefix(np.arange(4 * MANY))]
 
 
 LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] = {
@@ -253,7 +253,7 @@ LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] =
     "cached_hashes": (filled, lambda own: own[0].cached_hashes()),
     "evict_all": (filled, lambda own: own[0].evict_all()),
     "take_events": (filled, lambda own: own[0].take_events()),
-    "take_packed_events": (filled, lambda own: own[0].take_packed_events()),
+    "take_packed_events": (lambda: filled(4 * MANY), lambda own: own[0].take_packed_events()),
     "snapshot": (lambda: [BlockManager(4 * MANY, 1)], lambda own: own[0].snapshot()),
     "usage after transfers were dropped": (dropped_transfers, lambda own: own[0].usage()),
     "Pin.release": (pinned, lambda own: own[1].release()),
@@ -277,7 +277,7 @@ def test_what_takes_long_lets_python_run_meanwhile(call: str) -> None:
     """
     prepare, run = LONG[call]
     seen = []
-    for _ in range(50):  # on a busy machine the other thread may be late
+    for _ in range(10):  # on a busy machine the other thread may be late
         own = prepare()
         with pauses() as waited:
             sleep(0.001)
