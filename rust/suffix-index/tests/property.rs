@@ -217,10 +217,10 @@ fn ending_a_text_does_not_look_at_all_namespaces() {
         start.elapsed()
     };
     let (mut few, mut many) = (Duration::MAX, Duration::MAX);
-    for _ in 0..20 {
-        // other load of the machine may slow each
+    // The fastest of three tries, or of up to 20 while other load slows the machine.
+    for tries in 1..=20 {
         (few, many) = (few.min(ends(100)), many.min(ends(20_000)));
-        if many < 50 * few {
+        if tries >= 3 && many < 50 * few {
             return;
         }
     }

@@ -1,5 +1,6 @@
 //! Helpers of the scripts: blocks of four tokens, steps with a large budget.
 
+use std::cell::Cell;
 use std::time::Duration;
 
 use kv_core::{
@@ -132,15 +133,26 @@ pub(crate) fn lose_the_head(m: &mut BlockManager) {
     m.rollback(plan.key()).expect("the newest");
 }
 
-/// Asserts that 16 times the work takes clearly less than 256 times as long, by the fastest of several tries: other
-/// load of the machine may slow each of them.
+/// Asserts that 16 times the work takes clearly less than 256 times as long. Compares the fastest of three tries, or of
+/// up to 20 while other load slows the machine.
 pub(crate) fn assert_linear(took: impl Fn(u32) -> Duration, few: u32) {
-    let (mut least, mut most) = (Duration::MAX, Duration::MAX);
-    for _ in 0..20 {
-        (least, most) = (least.min(took(few)), most.min(took(16 * few)));
-        if most < 64 * least {
+    let (mut short, mut long) = (Duration::MAX, Duration::MAX);
+    for tries in 1..=20 {
+        (short, long) = (short.min(took(few)), long.min(took(16 * few)));
+        if tries >= 3 && long < 64 * short {
             return;
         }
     }
-    panic!("{least:?} for {few}, {most:?} for 16 times as many");
+    panic!("{short:?} for {few}, {long:?} for 16 times as many");
+}
+
+#[test]
+#[should_panic(expected = "for 16 times as many")]
+fn quadratic_times_are_not_linear() {
+    let is_first = Cell::new(true);
+    let slow = |count: u32| match is_first.take() {
+        true => Duration::from_secs(1), // of a machine that does something else
+        false => Duration::from_nanos(u64::from(count).pow(2)),
+    };
+    assert_linear(slow, 500);
 }
