@@ -28,7 +28,7 @@ except pyengine.errors.PyEngineError as error:
 
 
 def limited(command: list[str], kind: int, most: int) -> "subprocess.CompletedProcess[str]":
-    """Run a command that may have so many bytes of addresses, or files: without a traceback."""
+    """Run a command limited to `most` bytes of addresses, or `most` files: no traceback."""
     limit: Callable[[], None] = lambda: resource.setrlimit(kind, (most, most))  # noqa: E731
     ended = run_program(command, status=None, preexec_fn=limit)
     assert "Traceback" not in ended.stderr, ended.stderr
