@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.serving import save_small_model
 
     return save_small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def slow_steps() -> Iterator[None]:
+    """Steps of engines in this process take 10 ms: a long request still runs when a test looks."""
+    from tests.support import engines
+
+    with engines.slow_steps():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -187,6 +187,7 @@ async def test_a_lost_replica_before_and_after_the_first_token(
         assert refused.json()["error"]["code"] == "no_replica"
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_again(
     small_model: Path,
 ) -> None:
@@ -214,6 +215,7 @@ async def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_aga
             assert local.there["a-2"].num_requests == 1
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> None:
     async with over(two) as (local, engine, client):
         streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]

@@ -1,8 +1,10 @@
 """A whole engine around a fake runner: real manager, scheduler, sampler and loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import sleep
 from typing import Any
 
 from pyengine.engine.core import Engine
@@ -25,6 +27,22 @@ from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
 EOS = 2
+
+
+@contextmanager
+def slow_steps(seconds: float = 0.01) -> Iterator[None]:
+    """Each step takes this much longer, so that a long request still runs when a test looks."""
+    submit = Executor.submit
+
+    def submit_late(self: Executor, *step: Any) -> None:
+        sleep(seconds)
+        submit(self, *step)
+
+    Executor.submit = submit_late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Executor.submit = submit  # type: ignore[method-assign]
 
 
 class LazyWork(Future[Any]):

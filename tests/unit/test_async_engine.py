@@ -226,6 +226,7 @@ async def test_bad_deadlines_and_ids_are_refused(
             await last_of(engine.generate([3], GREEDY, **{name: value}))
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_queue_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=1, max_model_len=1000)
     async with model.async_engine(max_num_waiting=2) as engine:
@@ -245,6 +246,7 @@ async def test_a_queue_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("how", ["closed", "aborted"])
+@pytest.mark.usefixtures("slow_steps")
 async def test_who_has_gone_waits_no_more(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: not when the step that runs is over."""
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=1, max_model_len=1000)
@@ -301,6 +303,7 @@ async def test_who_runs_or_was_preempted_does_not_count_as_waiting(
     model.bench.assert_all_free()
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_smaller_priorities_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=1, max_model_len=1000)
     ended: list[int] = []

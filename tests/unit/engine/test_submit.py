@@ -49,6 +49,7 @@ async def test_what_came_before_anybody_read_is_there(model: FakeModel) -> None:
 
 
 @pytest.mark.parametrize("ids", [("a", "a"), ("a", "taken")])
+@pytest.mark.usefixtures("slow_steps")
 async def test_if_one_id_is_in_use_none_is_queued(ids: tuple[str, ...], model: FakeModel) -> None:
     async with model.async_engine() as engine:
         other = engine.submit([engine.request([7], LONG, "taken")])
@@ -172,6 +173,7 @@ async def test_an_error_that_is_the_streams_last_item_ends_it(model: FakeModel) 
         assert engine._live == {}
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_if_the_queue_has_no_room_for_all_none_is_queued(model: FakeModel) -> None:
     async with model.async_engine(max_num_waiting=4) as engine:
         long = [engine.request([at], LONG) for at in range(16)]

@@ -44,6 +44,7 @@ def test_a_single_key_is_the_operators(keys: tuple[str, ...], engine: AsyncEngin
     assert (client.get("/kv", headers=bearer("one")).status_code == 200) is (len(keys) == 1)
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_an_admin_ends_any_request_and_a_client_its_own(tenants: Client) -> None:
     async with tenants.open() as http:
         body = {**LONG, "request_id": "mine"}

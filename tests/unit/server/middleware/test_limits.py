@@ -173,6 +173,7 @@ def test_a_body_that_comes_too_slowly(parts: list[Any], engine: AsyncEngine) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("slow_steps")
 def test_a_client_that_goes_ends_its_request(stream: bool, client: Client) -> None:
     body = json.dumps({**LONG, "stream": stream}).encode()
     sent, _ = asgi(client, COMPLETIONS, [body, ..., "runs", None])
@@ -196,6 +197,7 @@ def narrow(small_model: Path) -> Iterator[AsyncEngine]:
         yield engine
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
     client = make_client(narrow)
     async with client.open() as http:

@@ -34,6 +34,7 @@ async def until_live(client: Client, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], [[5, 6], [7, 8]]])
+@pytest.mark.usefixtures("slow_steps")
 async def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
     async with client.open() as http:
         headers = {"x-request-id": "trace"}
@@ -53,6 +54,7 @@ async def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> No
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(COMPLETIONS, "cmpl-"), (CHAT, "chatcmpl-")])
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_call_is_aborted_by_the_id_of_its_answer(
     path: str, prefix: str, client: Client
 ) -> None:
@@ -67,6 +69,7 @@ async def test_a_call_is_aborted_by_the_id_of_its_answer(
             assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
     client = make_client(engine, api_key=("one", "two"))
     async with client.open() as http:
