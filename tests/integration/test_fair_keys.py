@@ -270,6 +270,7 @@ def test_a_client_that_leaves_has_nothing_tokenized(
     assert num_calls == 2, "the first one of B's, which had begun, and A's"
 
 
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"speculation": "ngram"}])
 def test_answers_do_not_depend_on_turns(small_model: Path, settings: dict[str, Any]) -> None:
     """With preemptions for another tenant, and with steps that leave one out."""

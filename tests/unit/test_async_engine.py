@@ -277,6 +277,7 @@ async def test_who_has_gone_waits_no_more(how: str, monkeypatch: pytest.MonkeyPa
     model.bench.assert_all_free()
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_who_runs_or_was_preempted_does_not_count_as_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
