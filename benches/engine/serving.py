@@ -105,6 +105,8 @@ class Server(Child):
     serves = True
 
     def __init__(self, name: str, dtype: str) -> None:
+        if name != OURS:
+            check_peers()
         self.name = name
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -114,7 +116,6 @@ class Server(Child):
             command = [sys.executable, "-c", code, "serve", folder, "--log-format", "none"]
             command += ["--compile", f"--kv-cache-gib={POOL_GIB}"]
         else:
-            check_peers()
             server = "vllm.entrypoints.openai.api_server"
             sizes = {"max-model-len": 4096, "max-num-seqs": 256}
             sizes["kv-cache-memory-bytes"] = POOL_GIB << 30
