@@ -71,6 +71,7 @@ def test_a_request_that_comes_while_everybody_is_told_of_a_failure_is_served() -
     for moment in moments({EngineLoop._fail_all.__code__}, submit):
         loop.close()
         bench = make_bench()
+        gate = Gate(bench, 1)
         loop = EngineLoop(bench.engine)
         states = [request(bench, [at]) for at in range(3)]
 
@@ -80,6 +81,7 @@ def test_a_request_that_comes_while_everybody_is_told_of_a_failure_is_served() -
 
         loop.submit([state for state, _ in states])
         loop.enqueue(fail_all)
+        gate.is_open.set()
         run(loop, bench.engine)
         assert all(isinstance(sink.error, ValueError) for _, sink in states)
         if moment.has_come:
