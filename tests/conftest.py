@@ -49,7 +49,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow_steps() -> Iterator[None]:
-    """Steps of engines in this process take 10 ms: a long request still runs when a test looks."""
+    """Steps of all engines in this process take 10 ms longer."""
     from tests.support import engines
 
     with engines.slow_steps():

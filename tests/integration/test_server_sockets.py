@@ -36,6 +36,7 @@ from tests.support.serving import (
 
 LONG = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 1000}
+"""With `slow_steps`, still runs when a test ends it."""
 TIMEOUT = 0.5
 
 
@@ -228,8 +229,10 @@ async def stream_of(client: httpx2.AsyncClient, address: str, body: Any) -> tupl
 async def streams(address: str, during: Any, body: Any = LONG) -> list[Any]:
     """How 16 streams end; `during` is awaited while all of them run."""
     async with httpx2.AsyncClient(timeout=60) as client:
-        bodies = [{**body, "seed": at} for at in range(16)]
-        tasks = [asyncio.create_task(stream_of(client, address, body)) for body in bodies]
+        tasks = [
+            asyncio.create_task(stream_of(client, address, {**body, "seed": at}))
+            for at in range(16)
+        ]
         while (await client.get(f"{address}/load")).json()["num_running"] < 16:
             await asyncio.sleep(0.005)
         await during(client)

@@ -30,12 +30,12 @@ EOS = 2
 
 
 @contextmanager
-def slow_steps(seconds: float = 0.01) -> Iterator[None]:
-    """Each step takes this much longer, so that a long request still runs when a test looks."""
+def slow_steps() -> Iterator[None]:
+    """Steps take 10 ms longer, so that a long request still runs when a test looks at it."""
     submit = Executor.submit
 
     def submit_late(self: Executor, *step: Any) -> None:
-        sleep(seconds)
+        sleep(0.01)
         submit(self, *step)
 
     Executor.submit = submit_late  # type: ignore[method-assign]
