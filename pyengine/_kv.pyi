@@ -77,6 +77,7 @@ _MissReason: TypeAlias = Literal[
     "loading",
     "reads_disabled",
     "below_one_block",
+    "no_snapshot",
 ]
 _BlockState: TypeAlias = Literal["free", "evictable", "active", "pinned", "loading"]
 
@@ -138,6 +139,7 @@ class Explanation:
     num_copied_tokens: Final[int]
     position: Final[int | None]
     reason: Final[_MissReason | None]
+    cached_to: Final[int | None]
     diverged_at: Final[int | None]
     diverged_tokens: Final[list[int]]
     evicted_by: Final[str | None]
@@ -183,6 +185,11 @@ class Stats:
     restored_blocks: Final[int]
     restored_tokens: Final[int]
     failed_transfers: Final[int]
+    saved_snapshots: Final[int]
+    loaded_snapshots: Final[int]
+    merged_snapshots: Final[int]
+    evicted_snapshots: Final[int]
+    replayed_tokens: Final[int]
     def as_dict(self) -> dict[str, int]: ...
 
 @final
@@ -215,6 +222,16 @@ class NoBudget: ...
 @final
 class Loading:
     transfer: Final[int]
+
+@final
+class Computing: ...
+
+@final
+class StateUsage:
+    snapshots: Final[int]
+    blocks: Final[int]
+    spare_blocks: Final[int]
+    pending_blocks: Final[int]
 
 @final
 class Transfer:
@@ -382,6 +399,8 @@ def replay(path: str | PathLike[str], /) -> ReplayReport: ...
 @final
 class Pin:
     num_tokens: Final[int]
+    num_state_tokens: Final[int]
+    state_blocks: Final[list[int]]
     blocks: Final[list[int]]
     is_released: Final[bool]
     def release(self) -> None: ...
@@ -409,6 +428,7 @@ class Sequence:
     def attach(self, pin: Pin) -> None: ...
     def pin(self) -> Pin: ...
     def fork(self, num_tokens: int) -> Sequence: ...
+    def want_snapshots(self, positions: ListLike[int]) -> None: ...
     def append(self, tokens: _TokenIds) -> None: ...
     def trim(self, num_tokens: int) -> int: ...
     def reuse_cached(self) -> int: ...
@@ -468,9 +488,11 @@ class StepPlan:
         *,
         spare_blocks: int | None = None,
         replay: int | None = None,
-    ) -> Prefilled | NoRoom | NoBudget | Loading: ...
+    ) -> Prefilled | NoRoom | NoBudget | Loading | Computing: ...
     def cancel(self, sequence: Sequence) -> list[int]: ...
     def copies(self) -> list[tuple[int, int]]: ...
+    def state_loads(self) -> list[tuple[int, int, list[int]]]: ...
+    def state_saves(self) -> list[tuple[int, int, list[int]]]: ...
     def fill(self, buffers: StepBuffers, *, shared: SharedPrefixes | None = None) -> None: ...
     def commit(
         self, sampled: _TokenIds, counts: ListLike[int] | None = None
@@ -494,6 +516,9 @@ class BlockManager:
         eviction: str = "lru",
         hash_seed: int | None = None,
         hash_bits: int | None = None,
+        state_blocks: int | None = None,
+        snapshot_cadence: int | None = None,
+        snapshot_min_tokens: int | None = None,
     ) -> Self: ...
     num_blocks: Final[int]
     block_size: Final[int]
@@ -506,6 +531,7 @@ class BlockManager:
     def explain(self, tokens: _TokenIds, *, namespace: bytes | None = None) -> Explanation: ...
     def begin_step(self, token_budget: int) -> StepPlan: ...
     def usage(self) -> PoolUsage: ...
+    def state_usage(self) -> StateUsage: ...
     def stats(self) -> Stats: ...
     def preview(self, sequence: Sequence) -> int: ...
     def blocks_for(

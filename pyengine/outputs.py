@@ -79,6 +79,7 @@ MissReason: TypeAlias = Literal[
     "loading",
     "reads_disabled",
     "below_one_block",
+    "no_snapshot",
     "weights_changed",
 ]
 """Why the tokens of a prompt from some block on are not reused.
@@ -86,7 +87,8 @@ MissReason: TypeAlias = Literal[
 "new": no cached prefix has them. "diverged": the nearest cached prefix has other tokens there.
 "evicted": they were cached. "not_yet_computed": another request has the same tokens and is still
 computing them. "loading": they are being restored. "reads_disabled": the request, or the engine,
-does not read the cache. "below_one_block": the prompt is shorter than a block. "weights_changed":
+does not read the cache. "below_one_block": the prompt is shorter than a block. "no_snapshot": the
+blocks are cached, the state of the recurrent layers was not kept later. "weights_changed":
 ``kv_cache_dir`` has them by another model, other weights or settings; only ``explain`` says so.
 """
 

@@ -105,6 +105,8 @@ _SENTENCES = {
     "enable_prefix_caching is off",
     "weights_changed": "the store has this prompt by another model, other weights or settings",
     "below_one_block": "the prompt is shorter than a block, and only whole blocks are cached",
+    "no_snapshot": "the blocks after token {position} are cached, the state of the recurrent "
+    "layers was not kept later than there",
 }
 
 

@@ -43,5 +43,10 @@ COUNTERS: Mapping[str, str] = {
     "restored_blocks": "Of these, blocks cached when their transfer completed.",
     "restored_tokens": "Of the prefill tokens, those that a transfer of the sequence restored.",
     "failed_transfers": "Transfers that ended without any block.",
+    "saved_snapshots": "Snapshots of states that became cached.",
+    "loaded_snapshots": "Snapshots that committed steps loaded.",
+    "merged_snapshots": "Snapshots released because their prefix had one already.",
+    "evicted_snapshots": "Snapshots evicted, alone or with a block of their prefix.",
+    "replayed_tokens": "Prefill tokens computed again although their blocks were cached.",
 }
 """Descriptions of the counters of `BlockManager.stats()`, in the order of `Stats.as_dict()`."""

@@ -42,6 +42,7 @@ import numpy.typing as npt
 from pyengine.errors import PyEngineError
 from pyengine.kv_cache import (
     BlockManager,
+    Computing,
     Loading,
     NoBudget,
     NoRoom,
@@ -424,7 +425,7 @@ class Scheduler:
 
     def _prefill(
         self, step: ScheduledStep, sequence: SequenceState, spare_blocks: int | None = None
-    ) -> Prefilled | NoRoom | NoBudget | Loading:
+    ) -> Prefilled | NoRoom | NoBudget | Loading | Computing:
         """Plan the next chunk of a prompt."""
         bound = sequence.request.max_chunk - step.num_bounded
         max_tokens = int(min(self.limits.max_num_batched_tokens, bound))
@@ -453,11 +454,11 @@ class Scheduler:
     ) -> NoRoom | NoBudget | None:
         """Admit waiting sequences in order, while whole prompts fit the limits, blocks and budget.
 
-        Others overtake one whose prefix is being loaded. With several tenants, sequences of those
-        above their share are preempted for it, and a request above its tenant's share waits for
-        others of that tenant alone. No tenant in `closed` is admitted; those that wait so are
-        added. Returns the shortage of the first rejected one; None if `max_num_seqs` was reached,
-        or none was rejected.
+        Others overtake one whose prefix is being loaded or computed. With several tenants,
+        sequences of those above their share are preempted for it, and a request above its tenant's
+        share waits for others of that tenant alone. No tenant in `closed` is admitted; those that
+        wait so are added. Returns the shortage of the first rejected one; None if `max_num_seqs`
+        was reached, or none was rejected.
         Requests that can never be admitted are refused before: see `InputProcessor._check`.
         """
         seqs_left, spare_blocks = self._seqs_left(), None
@@ -485,7 +486,7 @@ class Scheduler:
                 seqs_left -= sequence.num_seqs
                 if not answer.samples:
                     spare_blocks += self._blocks_to_come(sequence)
-            elif not isinstance(answer, Loading):
+            elif not isinstance(answer, Loading | Computing):
                 shortage = shortage or answer
                 if isinstance(answer, NoBudget) or tenant not in closed:
                     break
@@ -493,7 +494,7 @@ class Scheduler:
 
     def _admit_one(
         self, step: ScheduledStep, sequence: SequenceState, spare_blocks: int
-    ) -> Entry | NoRoom | NoBudget | Loading:
+    ) -> Entry | NoRoom | NoBudget | Loading | Computing:
         """Admit a sequence if its whole prompt fits and leaves `spare_blocks`."""
         request, num_attached, num_blocks = sequence.request, 0, 0
         if not request.read_cache:  # else the plan matches and charges in one call

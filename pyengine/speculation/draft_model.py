@@ -15,7 +15,7 @@ from pyengine.errors import ConfigurationError
 from pyengine.executor.executor import Executor
 from pyengine.executor.kv_cache_config import KVCacheConfig, cache_specs, configure_cache
 from pyengine.executor.model_runner import Runner
-from pyengine.kv_cache import BlockManager, Loading, NoBudget, NoRoom, StepPlan
+from pyengine.kv_cache import BlockManager, Computing, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype
 from pyengine.models.decoder.kernel_sets import KernelSettings
@@ -249,7 +249,7 @@ class DraftModel:
                     answer = plan.prefill(sequence, self._budget)
                 if isinstance(answer, NoBudget):
                     break
-                if isinstance(answer, NoRoom | Loading):
+                if isinstance(answer, NoRoom | Loading | Computing):
                     self.forget(context)
                 elif answer.samples:
                     last_tokens.append(_last_token(context))

@@ -7,7 +7,7 @@
 mod model;
 
 use arbitrary::{Result, Unstructured};
-use kv_core::Config;
+use kv_core::{Config, StateConfig};
 use libfuzzer_sys::fuzz_target;
 use model::op::Op;
 use model::world::World;
@@ -24,11 +24,18 @@ fn play(u: &mut Unstructured) -> Result<()> {
     let (num_blocks, block_size) = (u.int_in_range(2..=23)?, u.int_in_range(1..=4)?);
     let flags: u8 = u.arbitrary()?;
     let hash_bits = [128, 128, 1, 3][usize::from(flags >> 6)];
+    let states: u8 = u.arbitrary()?;
+    let state = StateConfig {
+        blocks: 1 + usize::from(states & 1),
+        cadence: usize::from(states >> 1 & 7),
+        min_tokens: usize::from(states >> 4 & 3),
+    };
     let mut ops = Vec::new();
     let mut world = World::new(Config {
         prefix_caching: flags & 7 != 0, // mostly on
         in_flight_sharing: flags & 56 != 0,
         hash_bits,
+        state: (states >= 64).then_some(state),
         ..Config::new(num_blocks, block_size)
     });
     for _ in 0..MAX_OPS {

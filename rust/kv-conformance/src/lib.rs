@@ -8,7 +8,7 @@ mod remote;
 mod runs;
 mod world;
 
-pub use manager::{BlockManager, Prefilled, Promises};
+pub use manager::{BlockManager, Prefilled, Promises, StateCopy};
 pub use operation::Operation;
 pub use remote::{Remote, RemoteManager};
 pub use runs::{Failure, Runs, check};

@@ -24,6 +24,18 @@ pub trait BlockManager {
     /// Blocks that the step copies before it computes, as (source, destination), in order.
     fn copies(&mut self) -> Vec<(u32, u32)>;
 
+    /// The states that planned sequences begin with, copied from blocks before the step computes; without blocks, the
+    /// state of no token. A sequence that is not among them continues its running state, and a fork that of its parent.
+    /// Called where [`Promises::state_blocks`] is not 0.
+    fn state_loads(&mut self) -> Vec<StateCopy> {
+        Vec::new()
+    }
+
+    /// The states that are copied to blocks after the step has computed: each of its sequence at the end of its tokens.
+    fn state_saves(&mut self) -> Vec<StateCopy> {
+        Vec::new()
+    }
+
     /// Ends the step, which was computed. `sampled` has a token for each sequence whose last token was planned, in the
     /// order of planning; it is appended.
     fn commit(&mut self, sampled: &[(u64, u32)]);
@@ -60,6 +72,17 @@ pub struct Prefilled {
     pub computed: usize,
 }
 
+/// A copy between the running state of a sequence and blocks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateCopy {
+    /// The sequence.
+    pub id: u64,
+    /// The tokens that the state stands for.
+    pub position: usize,
+    /// The blocks, in the order of the bytes of the state.
+    pub blocks: Vec<u32>,
+}
+
 /// Properties that not every block manager has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Promises {
@@ -69,4 +92,6 @@ pub struct Promises {
     pub deduplicates: bool,
     /// [`BlockManager::fork`] is implemented.
     pub forks: bool,
+    /// Layers of the model keep one state per sequence, and a copy of it takes this many blocks; 0: they do not.
+    pub state_blocks: usize,
 }

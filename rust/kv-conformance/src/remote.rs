@@ -6,7 +6,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::rc::Rc;
 
-use crate::manager::{BlockManager, Prefilled, Promises};
+use crate::manager::{BlockManager, Prefilled, Promises, StateCopy};
 
 /// Both ends of a connection: answers, and calls.
 type Ends = (Box<dyn BufRead>, Box<dyn Write>);
@@ -63,7 +63,10 @@ impl Remote {
                 "reuses_live_prefixes" => promises.reuses_live_prefixes = true,
                 "deduplicates" => promises.deduplicates = true,
                 "forks" => promises.forks = true,
-                _ => panic!("there is no promise {name:?}"),
+                _ => match name.strip_prefix("state_blocks=").map(str::parse) {
+                    Some(Ok(blocks)) => promises.state_blocks = blocks,
+                    _ => panic!("there is no promise {name:?}"),
+                },
             }
         }
         RemoteManager {
@@ -137,6 +140,28 @@ pub struct RemoteManager {
     promises: Promises,
 }
 
+impl RemoteManager {
+    /// Copies as `ID POSITION COUNT BLOCK ...`, one after the other.
+    fn state_copies(&self, call: &str) -> Vec<StateCopy> {
+        let numbers = self.remote.numbers(format_args!("{call}"));
+        let numbers = numbers.unwrap_or_default();
+        let (mut rest, mut copies) = (&numbers[..], Vec::new());
+        while let [id, position, count, blocks @ ..] = rest {
+            let (own, others) = blocks
+                .split_at_checked(*count as usize)
+                .unwrap_or_else(|| panic!("{call} is answered by {numbers:?}"));
+            copies.push(StateCopy {
+                id: *id,
+                position: *position as usize,
+                blocks: own.iter().map(|block| *block as u32).collect(),
+            });
+            rest = others;
+        }
+        assert!(rest.is_empty(), "{call} is answered by {numbers:?}");
+        copies
+    }
+}
+
 fn words(numbers: impl IntoIterator<Item = u64>) -> String {
     numbers.into_iter().fold(String::new(), |mut text, number| {
         let _ = write!(text, " {number}");
@@ -179,6 +204,14 @@ impl BlockManager for RemoteManager {
             "copies are answered by {blocks:?}"
         );
         pairs.map(|pair| (pair[0] as u32, pair[1] as u32)).collect()
+    }
+
+    fn state_loads(&mut self) -> Vec<StateCopy> {
+        self.state_copies("state_loads")
+    }
+
+    fn state_saves(&mut self) -> Vec<StateCopy> {
+        self.state_copies("state_saves")
     }
 
     fn commit(&mut self, sampled: &[(u64, u32)]) {

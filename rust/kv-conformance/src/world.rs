@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::manager::{BlockManager, Prefilled, Promises};
+use crate::manager::{BlockManager, Prefilled, Promises, StateCopy};
 use crate::operation::{Operation, tokens};
 
 /// Counts of the run: a test can check that they are not 0.
@@ -16,6 +16,8 @@ pub struct Report {
     pub refusals: u64,
     /// Blocks copied.
     pub copies: u64,
+    /// States loaded from blocks.
+    pub states: u64,
 }
 
 const MAX_SEQUENCES: usize = 6;
@@ -56,6 +58,10 @@ pub(crate) struct World<M> {
     step: Vec<Planned>,
     /// By slot.
     cache: Vec<Option<Kv>>,
+    /// By block: the tokens of the state that it holds, and the part of it.
+    states: Vec<Option<(Kv, usize)>>,
+    /// The tokens of each running state.
+    running: BTreeMap<u64, Kv>,
 }
 
 type Outcome<T = ()> = Result<T, String>;
@@ -75,6 +81,8 @@ impl<M: BlockManager> World<M> {
             next_id: 0,
             step: Vec::new(),
             cache: vec![None; num_blocks * block_size],
+            states: vec![None; num_blocks],
+            running: BTreeMap::new(),
         }
     }
 
@@ -150,6 +158,7 @@ impl<M: BlockManager> World<M> {
             report.refusals += 1;
             // A copy of a block that another sequence holds may need one more.
             let needed = len.div_ceil(self.block_size) + 1 - table.len().min(len);
+            let needed = needed + self.promises.state_blocks; // held while it is loaded
             ensure(available < needed, || {
                 format!(
                     "a prefill of sequence {id} is refused, although {available} blocks can be allocated"
@@ -250,16 +259,19 @@ impl<M: BlockManager> World<M> {
             }
         }
         let step = std::mem::take(&mut self.step);
+        let saves = self.run_states(&step, report)?;
         for Planned { id, from, to } in &step {
             let table = self.manager.table(*id);
             for position in *from..*to {
                 let slot = self.slot(*id, &table, position)?;
+                self.states[slot / self.block_size] = None;
                 self.cache[slot] = Some(self.sequences[id].kv(position));
             }
         }
         for Planned { id, to, .. } in &step {
             self.holds(*id, *to)?;
         }
+        self.save_states(saves)?;
         let mut sampled = Vec::new();
         for Planned { id, to, .. } in &step {
             let Some(sequence) = self.sequences.get_mut(id) else {
@@ -274,6 +286,83 @@ impl<M: BlockManager> World<M> {
         }
         self.manager.commit(&sampled);
         report.steps += 1;
+        Ok(())
+    }
+
+    /// Every running state takes in the tokens of the step, from where it is or from blocks. Returns the states to be
+    /// saved.
+    fn run_states(&mut self, step: &[Planned], report: &mut Report) -> Outcome<Vec<StateCopy>> {
+        if self.promises.state_blocks == 0 {
+            return Ok(Vec::new());
+        }
+        for copy in self.manager.state_loads() {
+            let StateCopy {
+                id,
+                position,
+                blocks,
+            } = copy;
+            report.states += u64::from(position > 0);
+            let Some(sequence) = self.sequences.get(&id) else {
+                return Err(format!(
+                    "a state of sequence {id} is loaded, which is not there"
+                ));
+            };
+            let tokens = sequence.tokens.get(..position).unwrap_or_default().to_vec();
+            let state = (sequence.namespace, tokens);
+            let parts = if position > 0 {
+                self.promises.state_blocks
+            } else {
+                0
+            };
+            ensure(blocks.len() == parts, || {
+                format!("the state of {position} tokens of sequence {id} is loaded from {blocks:?}")
+            })?;
+            for (part, block) in blocks.iter().enumerate() {
+                let held = self.states.get(*block as usize).cloned().flatten();
+                ensure(held == Some((state.clone(), part)), || {
+                    format!(
+                        "the state of {position} tokens of sequence {id} is loaded from block {block}, which holds {held:?}"
+                    )
+                })?;
+            }
+            self.running.insert(id, state);
+        }
+        for Planned { id, from, to } in step {
+            let sequence = &self.sequences[id];
+            let state = |end: usize| (sequence.namespace, sequence.tokens[..end].to_vec());
+            let held = self.running.insert(*id, state(*to));
+            ensure(held.as_ref() == Some(&state(*from)), || {
+                format!("sequence {id} goes on at token {from} with the state of {held:?}")
+            })?;
+        }
+        Ok(self.manager.state_saves())
+    }
+
+    fn save_states(&mut self, saves: Vec<StateCopy>) -> Outcome {
+        for StateCopy {
+            id,
+            position,
+            blocks,
+        } in saves
+        {
+            let state = self.running.get(&id).cloned();
+            let Some(state) = state.filter(|state| state.1.len() == position) else {
+                return Err(format!(
+                    "the state of {position} tokens of sequence {id} is saved, which it has not"
+                ));
+            };
+            for (part, block) in blocks.into_iter().enumerate() {
+                let block = block as usize;
+                let slots = block * self.block_size..(block + 1) * self.block_size;
+                let Some(slots) = self.cache.get_mut(slots) else {
+                    return Err(format!(
+                        "a state of sequence {id} is saved to block {block}"
+                    ));
+                };
+                slots.fill(None);
+                self.states[block] = Some((state.clone(), part));
+            }
+        }
         Ok(())
     }
 
@@ -305,6 +394,11 @@ impl<M: BlockManager> World<M> {
             computed <= parent.computed && computed < parent.tokens.len(),
             || format!("the fork of sequence {id} has {computed} tokens computed"),
         )?;
+        if computed == parent.computed
+            && let Some(state) = self.running.get(&id).cloned()
+        {
+            self.running.insert(child, state);
+        }
         if let Some(child) = self.sequences.get_mut(&child) {
             child.computed = computed;
         }

@@ -114,6 +114,8 @@ calls! {
     evict Evict { num_blocks: usize }
     /// [`BlockManager::free_keeping`](crate::BlockManager::free_keeping)
     free_keeping FreeKeeping { sequence: u64, num_tokens: usize }
+    /// [`BlockManager::want_snapshots`](crate::BlockManager::want_snapshots)
+    want_snapshots WantSnapshots { sequence: u64, positions: Vec<usize> }
 }
 
 /// The answer of an operation.

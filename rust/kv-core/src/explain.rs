@@ -58,6 +58,11 @@ pub enum MissReason {
     ReadsDisabled,
     /// The prompt is shorter than a block.
     BelowOneBlock,
+    /// The blocks are cached; the state of the layers that keep one was not kept later than at this position.
+    NoSnapshot {
+        /// The end of the cached blocks.
+        cached_to: usize,
+    },
 }
 
 /// A remembered eviction.

@@ -306,6 +306,8 @@ pub(crate) struct PrefixBlocks {
     pub(crate) table: BlockTable,
     /// The end of the prefix; `NONE` if it is empty, and for blocks that are not cached.
     pub(crate) end: NodePosition,
+    /// The last snapshot of the prefix: its position, and its blocks.
+    pub(crate) snapshot: (usize, Vec<BlockId>),
 }
 
 impl PrefixBlocks {
@@ -314,6 +316,7 @@ impl PrefixBlocks {
         Self {
             table: BlockTable::new(groups),
             end: NodePosition::NONE,
+            snapshot: (0, Vec::new()),
         }
     }
 }
@@ -326,10 +329,12 @@ impl Pin {
         blocks: PrefixBlocks,
         num_tokens: usize,
     ) -> Self {
-        let (table, num_blocks) = (&blocks.table, blocks.table.len());
+        let (table, snapshot) = (&blocks.table, &blocks.snapshot.1);
+        let num_blocks = table.len() + snapshot.len();
         let (ceiling, floor) = (&shared.pin_refs_ceiling, &shared.pin_refs_floor);
         ceiling.fetch_add(num_blocks, Ordering::AcqRel);
-        table.blocks().for_each(|block| shared.hold(block));
+        let all = table.blocks().chain(snapshot.iter().copied());
+        all.for_each(|block| shared.hold(block));
         floor.fetch_add(num_blocks, Ordering::AcqRel);
         Self {
             shared: Arc::clone(shared),
@@ -340,9 +345,15 @@ impl Pin {
         }
     }
 
-    /// The pinned blocks, first to last; of each block of tokens those of all layer groups.
+    /// The pinned blocks, first to last; of each block of tokens those of all layer groups. Last, those of the snapshot.
     pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
-        self.blocks.table.blocks()
+        let snapshot = self.blocks.snapshot.1.iter().copied();
+        self.blocks.table.blocks().chain(snapshot)
+    }
+
+    /// The last snapshot of the prefix: the tokens that its state stands for, and its blocks; 0 and none without one.
+    pub fn snapshot(&self) -> (usize, &[BlockId]) {
+        (self.blocks.snapshot.0, &self.blocks.snapshot.1)
     }
 
     /// How many blocks it pins.

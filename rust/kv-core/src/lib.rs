@@ -85,7 +85,7 @@ mod table;
 mod transfers;
 
 pub use calls::{Answer, Call, Recorder};
-pub use config::Config;
+pub use config::{Config, StateConfig};
 pub use elements::{SharedI32, SharedI64};
 pub use error::Error;
 pub use events::{Event, Evicted};
@@ -95,10 +95,10 @@ pub use handles::{LoadingBlock, Pin, PlanHandle, SeqHandle, Transfer};
 pub use hash::ContentHasher;
 pub use ids::{BlockId, PlanKey, SeqKey, TransferKey};
 pub use manager::{BlockManager, SequenceView};
-pub use stats::{BlockState, PoolSnapshot, PoolUsage, SnapshotNode, Stats};
+pub use stats::{BlockState, PoolSnapshot, PoolUsage, SnapshotNode, StateUsage, Stats};
 pub use step::{
     Extend, IntArray, PlanView, Prefill, PrefillRequest, PrefixArrays, Remapping, SharedPrefix,
-    SharedPrefixes, StepArrays, TableRows,
+    SharedPrefixes, StateCopy, StepArrays, TableRows,
 };
 pub use transfers::Reserve;
 

@@ -13,9 +13,10 @@ use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey, TransferKey};
 use crate::pool::Pool;
 use crate::radix::RadixTree;
 use crate::state::State;
-use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
+use crate::stats::{BlockState, PoolSnapshot, PoolUsage, StateUsage, Stats};
 use crate::step::{
-    Extend, PlanView, Prefill, PrefillRequest, Remapping, SharedPrefixes, StepArrays, TableRows,
+    Extend, PlanView, Prefill, PrefillRequest, Remapping, SharedPrefixes, StateCopy, StepArrays,
+    TableRows,
 };
 use crate::sync::Arc;
 use crate::table::BlockTable;
@@ -300,6 +301,11 @@ impl BlockManager {
         if blocks.end != NodePosition::NONE {
             let (pool, table) = (&mut self.state.pool, &blocks.table);
             table.blocks().for_each(|block| pool.take_out(block));
+            blocks
+                .snapshot
+                .1
+                .iter()
+                .for_each(|&block| pool.take_out(block));
             num_tokens = table.end() * self.config.block_size;
         }
         let serial = self.recorder.as_ref().map(|_| {
@@ -490,7 +496,13 @@ impl BlockManager {
         let table = BlockTable::of_blocks(self.state.groups.len(), blocks);
         let end = NodePosition::NONE;
         let call = || Call::evict(num_blocks);
-        let pin = self.grant(PrefixBlocks { table, end }, call);
+        let snapshot = (0, Vec::new());
+        let blocks = PrefixBlocks {
+            table,
+            end,
+            snapshot,
+        };
+        let pin = self.grant(blocks, call);
         (evicted, pin)
     }
 }
@@ -630,6 +642,44 @@ impl BlockManager {
         self.state.steps.copies(key)
     }
 
+    /// The states that sequences of an open plan begin with, to be copied from the blocks of snapshots before the step
+    /// runs; in plan order. Without blocks it is the state of no token. A sequence that is not among them continues its
+    /// running state.
+    ///
+    /// # Errors
+    /// [`Error::PlanClosed`], [`Error::WrongManager`]
+    pub fn state_loads(&self, plan: PlanKey) -> Result<Vec<StateCopy>, Error> {
+        self.state.state_loads(plan)
+    }
+
+    /// The states that are to be copied into the blocks of new snapshots after the step has run, in plan order: each is the
+    /// running state of its sequence at the end of its tokens in this step.
+    ///
+    /// A commit caches them. After the rollback of a step that has run, [`reset`](Self::reset) its sequences: their
+    /// running states have gone on.
+    ///
+    /// # Errors
+    /// [`Error::PlanClosed`], [`Error::WrongManager`]
+    pub fn state_saves(&self, plan: PlanKey) -> Result<Vec<StateCopy>, Error> {
+        self.state.state_saves(plan)
+    }
+
+    /// Asks for snapshots of a sequence's state at the last block boundaries before these positions, for example the end
+    /// of a system prompt. They replace those asked for before. Without a state group it does nothing.
+    pub fn want_snapshots(&mut self, key: SeqKey, positions: &[usize]) -> Result<(), Error> {
+        let call = || Call::want_snapshots(key.id, positions);
+        self.run(call, |state| state.want_snapshots(key, positions))
+    }
+
+    /// Snapshots and their blocks. O(snapshots).
+    pub fn state_usage(&mut self) -> StateUsage {
+        self.drain_deferred();
+        StateUsage {
+            pending_blocks: self.state.pending_state_blocks(),
+            ..self.state.pool.state_usage()
+        }
+    }
+
     /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
     pub fn fill(
         &self,
@@ -694,7 +744,7 @@ impl BlockManager {
         let deferred = self.shared.deferred_blocks();
         let held = self.state.check()?;
         self.state.steps.check(&self.state)?;
-        let mut counts = self.state.steps.plan_pins();
+        let mut counts = self.state.steps.plan_pins(&self.state);
         self.state.check_transfers(&mut counts)?;
         self.state.pool.check(&held, &counts, pins, &deferred)
     }

@@ -6,6 +6,7 @@ mod check;
 mod explain;
 mod loading;
 mod restate;
+mod snapshots;
 
 use std::collections::TryReserveError;
 
@@ -22,6 +23,7 @@ use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
 use crate::sequence::Registered;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
+use snapshots::Snapshots;
 
 /// Stored blocks that may wait to be hashed.
 const MAX_UNHASHED: usize = 1_024;
@@ -86,6 +88,8 @@ pub(crate) struct Pool {
     evicted: Option<Vec<Evicted>>,
     /// Past evictions, if misses are explained.
     pub(crate) history: Option<Box<EvictionHistory>>,
+    /// If the model has state layers.
+    snapshots: Option<Box<Snapshots>>,
     pub(crate) stats: Stats,
 }
 
@@ -121,6 +125,7 @@ impl Pool {
             events: config.events.then(|| EventLog::new(num_blocks)),
             evicted: config.keep_evicted.then(Vec::new),
             history: history.map(Box::new),
+            snapshots: (config.state).map(|state| Box::new(Snapshots::new(state, num_blocks))),
             stats: Stats::default(),
         })
     }
@@ -232,7 +237,7 @@ impl Pool {
 
     /// The blocks without references: the free ones, then the evictable ones of each list.
     pub(crate) fn queued(&self) -> Vec<BlockId> {
-        let lists = [List::Free].into_iter().chain(List::EVICTABLE);
+        let lists = [List::Free].into_iter().chain(List::ALL_EVICTABLE);
         lists.flat_map(|list| self.queue.iter(list)).collect()
     }
 
@@ -414,7 +419,10 @@ impl Pool {
     pub(crate) fn take(&mut self, count: usize, taken: &mut Vec<BlockId>) {
         let end = taken.len() + count;
         self.queue.pop_front(List::Free, count, taken);
-        self.take_victims(end - taken.len(), taken);
+        match self.snapshots {
+            None => self.take_victims(end - taken.len(), taken),
+            Some(_) => self.take_with_snapshots(end - taken.len(), taken),
+        }
         self.active += count;
         self.stats.allocated_blocks += count as u64;
     }
@@ -491,7 +499,11 @@ impl Pool {
         let kept = self.evicted.replace(Vec::new());
         let evictable = self.queue.len() - self.queue.len_of(List::Free);
         let mut taken = Vec::new();
-        self.take_victims(count.min(evictable), &mut taken);
+        if self.snapshots.is_some() {
+            taken = self.evict_next_with_snapshots(count);
+        } else {
+            self.take_victims(count.min(evictable), &mut taken);
+        }
         for &block in &taken {
             *self.queue.meta_mut(block).seq_refs_mut() = 0;
         }
@@ -520,6 +532,7 @@ impl Pool {
             self.queue.unlink(block);
             let (cached, group) = self.clear(block);
             self.remove(cached, group, &mut run);
+            self.evict_snapshot(cached);
         }
         self.end_run(run);
         self.enqueue_unused(blocks);
@@ -567,9 +580,19 @@ impl Pool {
 
     /// Evicts every evictable block. Returns how many.
     pub(crate) fn evict_all(&mut self) -> usize {
-        let lists = List::EVICTABLE.into_iter();
-        let evictable: Vec<BlockId> = lists.flat_map(|list| self.queue.iter(list)).collect();
+        let lists = List::ALL_EVICTABLE.into_iter();
+        let mut evictable: Vec<BlockId> = lists.flat_map(|list| self.queue.iter(list)).collect();
+        let num_evicted = evictable.len();
         self.hash_stored_blocks();
+        if self.snapshots.is_some() {
+            evictable.retain(|&block| {
+                let is_snapshot = self.is_snapshot(block);
+                if is_snapshot {
+                    self.evict_snapshot(self.cached[block.at()]);
+                }
+                !is_snapshot && self.cached_at(block).is_some()
+            });
+        }
         self.remember(&evictable, EvictedBy::EvictAll);
         if let Some(events) = &mut self.events {
             events.seal();
@@ -577,6 +600,7 @@ impl Pool {
         for &block in &evictable {
             self.queue.unlink(block);
             let mut run = EvictedRun::default();
+            self.evict_snapshot(self.cached[block.at()]);
             self.evict(block, &mut run);
             self.end_run(run);
             self.enqueue_unused(&[block]);
@@ -588,13 +612,14 @@ impl Pool {
         {
             events.clear();
         }
-        evictable.len()
+        num_evicted
     }
 
     /// Removes a block from the prefix index, if it is cached.
     pub(crate) fn forget(&mut self, block: BlockId) {
         if self.cached_at(block).is_some() {
             let (cached, group) = self.clear(block);
+            self.evict_snapshot(cached);
             self.tree.clear_block(cached, usize::from(group));
         }
     }

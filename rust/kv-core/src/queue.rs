@@ -1,7 +1,7 @@
 //! The free queue: doubly linked lists, by index in a flat array.
 //!
 //! ```text
-//!   free                probation, protected
+//!   free                probation, protected     spare
 //!   last freed first    least recently used first
 //! ```
 //!
@@ -20,13 +20,17 @@ pub(crate) enum List {
     Free,
     Probation,
     Protected,
+    /// Snapshots that were kept only in case a later request diverges there.
+    Spare,
 }
 
-const LISTS: [List; 3] = [List::Free, List::Probation, List::Protected];
+const LISTS: [List; 4] = [List::Free, List::Probation, List::Protected, List::Spare];
 
 impl List {
-    /// The lists of evictable blocks.
+    /// The lists of evictable blocks that an eviction policy orders.
     pub(crate) const EVICTABLE: [Self; 2] = [Self::Probation, Self::Protected];
+    /// All lists of evictable blocks.
+    pub(crate) const ALL_EVICTABLE: [Self; 3] = [Self::Probation, Self::Protected, Self::Spare];
 }
 
 /// The record of a block, read and written whenever it is reused or released: four of them fill a cache line.

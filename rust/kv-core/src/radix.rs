@@ -769,10 +769,14 @@ pub(crate) struct Match {
     usable: Vec<usize>,
     /// Matched tokens that are computed again: their windows must be cached, too.
     pub(crate) replay: usize,
+    /// Of a model with state layers: the snapshot that the tokens after the match continue, `NONE` if they continue the
+    /// sequence's own state; and the position of that state.
+    pub(crate) snapshot: NodePosition,
+    pub(crate) start: usize,
 }
 
 /// How far a match reaches with one more logical block.
-enum Reach {
+pub(crate) enum Reach {
     /// No further: a group that sees everything lacks a block.
     Ends,
     /// Not to this logical block, but perhaps to a later one: a window is not complete.
@@ -789,8 +793,13 @@ impl Match {
         self.usable.clear();
     }
 
+    /// Lets every group use the first `from` logical blocks.
+    pub(crate) fn begin_groups(&mut self, groups: &Groups, from: usize) {
+        self.usable.resize(groups.len(), from);
+    }
+
     /// Adds a logical block with these blocks, number `indices` of the prefix, from 1.
-    fn push(
+    pub(crate) fn push(
         &mut self,
         groups: &Groups,
         indices: usize,

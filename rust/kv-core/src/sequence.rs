@@ -104,8 +104,21 @@ pub(crate) struct SequenceState {
     pub(crate) kept_indices: u32,
     /// Why its first prefill computes tokens, if misses are explained.
     pub(crate) miss: Option<Box<Miss>>,
+    /// The kept states of a model that has any.
+    pub(crate) state: Option<Box<StateTrack>>,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
     pub(crate) read_cache: bool,
+}
+
+/// The snapshots that a sequence has loaded, left and wants. It has a running state of its own if it has computed anything.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StateTrack {
+    /// The position of the last snapshot that it loaded or left.
+    pub(crate) last_kept: usize,
+    /// The position of the snapshot that its last answer has left, which the next one replaces; 0: none.
+    pub(crate) answer: usize,
+    /// The block boundaries at which a snapshot is wanted, in order.
+    pub(crate) wanted: Vec<usize>,
 }
 
 /// A sequence. Its state can be read everywhere, and is changed by its own methods only.
@@ -292,6 +305,16 @@ impl Sequence {
     pub(crate) fn count_sources(&mut self, in_flight: usize, copied: usize) {
         self.0.in_flight += in_flight as u32;
         self.0.copied += copied as u32;
+    }
+
+    /// The snapshots that it has loaded, left and wants.
+    pub(crate) fn track(&self) -> StateTrack {
+        self.state.as_deref().cloned().unwrap_or_default()
+    }
+
+    /// As `track`, to change it.
+    pub(crate) fn track_mut(&mut self) -> &mut StateTrack {
+        self.0.state.get_or_insert_default()
     }
 
     pub(crate) fn set_miss(&mut self, miss: Option<Box<Miss>>) {

@@ -7,11 +7,12 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::groups::Groups;
 use crate::handles::{Pin, PrefixBlocks};
-use crate::ids::{BlockId, PlanKey, SeqKey};
+use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
 use crate::open_transfers::Transfers;
 use crate::pool::{Pool, Purpose};
 use crate::radix::Match;
-use crate::sequence::{PlanSet, Registered, Sequence, Sequences};
+use crate::sequence::{PlanSet, Registered, Sequence, Sequences, StateTrack};
+use crate::step::snapshots::StateWork;
 use crate::step::steps::Steps;
 use crate::table::BlockTable;
 
@@ -32,6 +33,8 @@ pub(crate) struct State {
     pub(crate) matched: Match,
     /// Scratch for allocated blocks.
     pub(crate) taken: Vec<BlockId>,
+    /// The snapshots that open steps load and write.
+    pub(crate) state_work: Vec<StateWork>,
 }
 
 impl State {
@@ -44,9 +47,11 @@ impl State {
             pool,
             caching: config.prefix_caching,
             sharing: config.prefix_caching && config.in_flight_sharing,
-            partial_reuse: config.prefix_caching && config.partial_reuse,
+            // A state begins at a block boundary, so copied tokens would be computed all the same.
+            partial_reuse: config.prefix_caching && config.partial_reuse && config.state.is_none(),
             matched: Match::default(),
             taken: Vec::new(),
+            state_work: Vec::new(),
         }
     }
 
@@ -169,10 +174,14 @@ impl State {
         let prefix = seq.table.prefix(indices, needed).filter(|_| indices > 0);
         let unused = registered.end() - indices;
         Ok(match prefix {
-            Some(table) => PrefixBlocks {
-                table,
-                end: self.pool.tree().ancestor(registered.last, unused),
-            },
+            Some(table) => {
+                let end = self.pool.tree().ancestor(registered.last, unused);
+                PrefixBlocks {
+                    table,
+                    end,
+                    snapshot: self.last_snapshot(end, indices),
+                }
+            }
             None => PrefixBlocks::none(self.groups.len()),
         })
     }
@@ -183,14 +192,29 @@ impl State {
         };
         let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
         let root = Registered::at_root(root);
-        pool.find_match(matched, groups, tokens, root, Purpose::Read);
+        if pool.snapshots().is_some() {
+            let limits = (0, tokens.len());
+            pool.find_match_with_state(matched, groups, tokens, root, Purpose::Read, limits);
+        } else {
+            pool.find_match(matched, groups, tokens, root, Purpose::Read);
+        }
         match matched.num_indices {
             0 => PrefixBlocks::none(groups.len()),
-            _ => PrefixBlocks {
+            indices => PrefixBlocks {
                 table: BlockTable::of_match(matched, 0, groups),
                 end: matched.last,
+                snapshot: self.last_snapshot(self.matched.last, indices),
             },
         }
+    }
+
+    /// The position and the blocks of the last snapshot of a prefix of `indices` logical blocks that ends at `end`.
+    fn last_snapshot(&self, end: NodePosition, indices: usize) -> (usize, Vec<BlockId>) {
+        let Some((at, length)) = self.pool.last_snapshot(end, indices) else {
+            return (0, Vec::new());
+        };
+        let blocks = self.pool.snapshot_at(at).unwrap_or_default();
+        (length * self.groups.block_size(), blocks.to_vec())
     }
 
     /// Puts a pin's blocks into the table of a sequence that has none.
@@ -212,6 +236,9 @@ impl State {
                 pin_tokens: tokens,
                 sequence_tokens: seq.tokens.len(),
             });
+        }
+        if self.has_state() {
+            return Ok(()); // its first prefill matches them together with a snapshot
         }
         let computed = tokens.min(seq.tokens.len() - 1);
         let registered = Registered::new(last, pin.table().end());
@@ -248,8 +275,10 @@ impl State {
             false => full,
         };
         let needed = |group| self.groups.first_index(group, final_indices);
+        // A running state cannot be cut.
         let has_all = (0..self.groups.len())
-            .all(|group| seq.table.start(group) <= self.groups.first_index(group, full));
+            .all(|group| seq.table.start(group) <= self.groups.first_index(group, full))
+            && (!self.has_state() || num_tokens >= seq.computed);
         let table = seq.table.prefix(self.groups.end_of(computed), needed);
         let table = table.filter(|_| has_all).unwrap_or_else(|| {
             computed = 0;
@@ -259,6 +288,7 @@ impl State {
         let tokens = seq.tokens[..num_tokens].to_vec();
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
         let restored = seq.restored.min(computed - cached);
+        let state = seq.state.clone().filter(|_| computed > 0);
         for group in 0..self.groups.len() {
             self.pool.hold_all(table.blocks_of(group));
         }
@@ -270,6 +300,12 @@ impl State {
         fork.set_table(table, registered, computed);
         fork.count_reused(cached, restored);
         fork.share_indices(shared_indices);
+        if let Some(state) = state {
+            *fork.track_mut() = StateTrack {
+                answer: 0,
+                ..*state
+            };
+        }
         Ok(key)
     }
 
@@ -300,6 +336,7 @@ impl State {
     pub(crate) fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
         self.at_rest(key)?;
         self.shorten(key.seq_idx, 0);
+        self.leave_snapshots(key.seq_idx);
         let seq = self.seqs.at_mut(key.seq_idx);
         let root = Registered::at_root(seq.root);
         seq.set_table(BlockTable::new(self.groups.len()), root, 0);
@@ -333,6 +370,7 @@ impl State {
             self.discard_indices(seq_idx);
         }
         self.shorten(seq_idx, 0);
+        self.leave_snapshots(seq_idx);
         let (registered, root) = self.seqs.remove(seq_idx);
         self.pool.release_root(root, registered.last);
     }

@@ -30,6 +30,19 @@ impl PoolUsage {
     }
 }
 
+/// Snapshots of states, which are part of the pool's blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StateUsage {
+    /// Cached snapshots.
+    pub snapshots: usize,
+    /// Their blocks.
+    pub blocks: usize,
+    /// Of these, evictable blocks of spare snapshots, which are evicted first.
+    pub spare_blocks: usize,
+    /// Blocks of snapshots that open steps are to write.
+    pub pending_blocks: usize,
+}
+
 /// The state of a block. The numbers are those of [`PoolSnapshot::states`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
@@ -151,4 +164,15 @@ stats! {
     restored_tokens,
     /// Transfers that ended without any block.
     failed_transfers,
+    /// Snapshots of states that became cached.
+    saved_snapshots,
+    /// Snapshots that committed steps loaded.
+    loaded_snapshots,
+    /// Snapshots released because one of the same prefix was cached already.
+    merged_snapshots,
+    /// Snapshots evicted for an allocation, or with a block of their prefix.
+    evicted_snapshots,
+    /// Tokens whose keys and values were cached and that prefills computed again: for their states or hidden states, and the
+    /// last one of a full hit.
+    replayed_tokens,
 }

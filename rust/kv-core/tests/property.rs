@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use kv_core::{Config, Eviction};
+use kv_core::{Config, Eviction, StateConfig};
 use kv_trace::replay;
 use model::op::Op;
 use model::recording::Recording;
@@ -30,6 +30,15 @@ fn op() -> impl Strategy<Value = Op> {
         Op::choose(&mut |bound| numbers.next().expect("eight are enough") % bound)
     })
 }
+
+/// Blocks, tokens of a block, windows, switches and states of a pool.
+type Pool = (
+    usize,
+    usize,
+    Vec<Option<usize>>,
+    (bool, bool, bool),
+    Option<StateConfig>,
+);
 
 /// Runs `KV_OPS / share` operations; returns the sum of each counter.
 fn run(share: usize, hash_bits: u32, eviction: Eviction) -> BTreeMap<&'static str, u64> {
@@ -63,16 +72,25 @@ fn run_in(
         prop::bool::weighted(0.5),
         prop::bool::weighted(0.8),
     );
+    let state = (1..4_usize, 0..12_usize, 0..9_usize).prop_map(|(blocks, cadence, min_tokens)| {
+        StateConfig {
+            blocks,
+            cadence,
+            min_tokens,
+        }
+    });
+    let state = prop_oneof![1 => Just(None), 1 => state.prop_map(Some)];
     let num_blocks = prop_oneof![200 => 1..24_usize, 4 => 24..200_usize, 1 => 200..4_097_usize];
     let block_size = prop_oneof![8 => 1..5_usize, 1 => Just(16_usize)];
-    let pool = (num_blocks, block_size, groups, switches);
+    let pool = (num_blocks, block_size, groups, switches, state);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());
-    let world = |(num_blocks, block_size, groups, switches)| {
+    let world = |(num_blocks, block_size, groups, switches, state): Pool| {
         let (prefix_caching, in_flight_sharing, partial_reuse) = switches;
         new_world(Config {
             groups,
+            state: state.filter(|state| state.blocks <= num_blocks),
             prefix_caching,
             in_flight_sharing,
             partial_reuse,

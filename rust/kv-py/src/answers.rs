@@ -139,6 +139,11 @@ stats!(
     restored_blocks,
     restored_tokens,
     failed_transfers,
+    saved_snapshots,
+    loaded_snapshots,
+    merged_snapshots,
+    evicted_snapshots,
+    replayed_tokens,
 );
 
 /// Frozen values with an attribute for each field, which show themselves as they would be called.
@@ -190,6 +195,18 @@ values! {
         new_block: u32,
     }
 
+    /// Snapshots of states; their blocks are also counted by `PoolUsage`.
+    StateUsage {
+        /// Number of cached snapshots.
+        snapshots: usize,
+        /// Number of their blocks.
+        blocks: usize,
+        /// Of these, evictable blocks of snapshots kept only in case a later request diverges there.
+        spare_blocks: usize,
+        /// Number of blocks into which open steps write snapshots.
+        pending_blocks: usize,
+    }
+
     /// The tokens were planned.
     Prefilled {
         /// Number of tokens that this call reused from the cache; they are neither charged nor computed.
@@ -219,10 +236,25 @@ values! {
     /// The token budget (or `max_tokens`) is used up; nothing was changed.
     NoBudget {}
 
+    /// An open step computes tokens of this sequence, and its state would be computed once more; nothing was changed. Call
+    /// again once the step is committed.
+    Computing {}
+
     /// A transfer will fill blocks that the call would reuse; nothing was changed. Call again after it has ended.
     Loading {
         /// `Transfer.id`.
         transfer: u64,
+    }
+}
+
+impl From<kv_core::StateUsage> for StateUsage {
+    fn from(usage: kv_core::StateUsage) -> Self {
+        Self {
+            snapshots: usage.snapshots,
+            blocks: usage.blocks,
+            spare_blocks: usage.spare_blocks,
+            pending_blocks: usage.pending_blocks,
+        }
     }
 }
 
@@ -256,6 +288,7 @@ pub(crate) fn prefill_answer(py: Python<'_>, answer: Prefill) -> PyResult<Py<PyA
         Prefill::NoRoom { needed, available } => {
             Py::new(py, NoRoom { needed, available })?.into_any()
         }
+        Prefill::Computing => Py::new(py, Computing {})?.into_any(),
         Prefill::NoBudget => Py::new(py, NoBudget {})?.into_any(),
         Prefill::Loading { transfer } => Py::new(py, Loading { transfer })?.into_any(),
     })

@@ -59,6 +59,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::TransferEnded { .. }
         | Error::TransferBlocks { .. }
         | Error::NotExtended { .. }
+        | Error::StateNeedsPlan { .. }
         | Error::SharedBlock { .. }
         | Error::NotKnown { .. }
         | Error::Accepted { .. }

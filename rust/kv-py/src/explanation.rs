@@ -59,7 +59,7 @@ impl Explanation {
     }
 
     /// Why the block that begins there is not reused: "new", "diverged", "evicted", "not_yet_computed", "loading",
-    /// "reads_disabled" or "below_one_block"; None if every whole block is reused.
+    /// "reads_disabled", "below_one_block" or "no_snapshot"; None if every whole block is reused.
     #[getter]
     fn reason(&self) -> Option<&'static str> {
         Some(match self.reason_of_miss()? {
@@ -70,7 +70,18 @@ impl Explanation {
             MissReason::Loading => "loading",
             MissReason::ReadsDisabled => "reads_disabled",
             MissReason::BelowOneBlock => "below_one_block",
+            MissReason::NoSnapshot { .. } => "no_snapshot",
         })
+    }
+
+    /// The end of the cached blocks, if the reason is "no_snapshot": the state of the layers that keep one was not kept
+    /// later than at `position`.
+    #[getter]
+    fn cached_to(&self) -> Option<usize> {
+        match self.reason_of_miss()? {
+            MissReason::NoSnapshot { cached_to } => Some(*cached_to),
+            _ => None,
+        }
     }
 
     /// Position of the first token that the nearest cached prefix has otherwise, if the reason is "diverged".

@@ -62,6 +62,8 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
     module.add_class::<answers::Loading>()?;
+    module.add_class::<answers::Computing>()?;
+    module.add_class::<answers::StateUsage>()?;
     module.add_class::<store::KVStore>()?;
     module.add_class::<stored_prefix::StoredPrefix>()?;
     module.add_class::<kv_blocks::KVBlocks>()?;

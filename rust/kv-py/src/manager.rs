@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::{BlockManager as Core, Config, Error};
+use kv_core::{BlockManager as Core, Config, Error, StateConfig};
 use kv_trace::Record;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::answers::{PoolUsage, Stats, state_name};
+use crate::answers::{PoolUsage, StateUsage, Stats, state_name};
 use crate::bounded;
 use crate::errors::{ConfigError, InvariantError, raise};
 use crate::events::push_event;
@@ -41,6 +41,12 @@ use crate::transfer::evicted_list;
 /// With `explain`, it remembers evictions, and each sequence records why its first prefill computes tokens, for
 /// `explain` and `Sequence.explain`.
 ///
+/// With `state_blocks`, the model has layers that keep one state per sequence (Mamba, delta nets, short convolutions).
+/// The running states belong to the caller; the manager caches snapshots of them at block boundaries, each in
+/// `state_blocks` blocks: the bytes of a state over the bytes of a block, rounded up. `StepPlan.state_loads` and
+/// `StepPlan.state_saves` say which ones a step copies. Long prefills keep one every `snapshot_cadence` tokens (512; 0:
+/// none), and none within `snapshot_min_tokens` tokens (64) after another.
+///
 /// `eviction` is the order of eviction: "lru", or "2q", which keeps blocks that were reused longer than blocks that
 /// were used once. With `hash_seed`, block hashes are equal in every process (random by default). `hash_bits` below
 /// 128 forces hash collisions, for tests.
@@ -58,7 +64,7 @@ pub(crate) struct BlockManager {
 impl BlockManager {
     #[new]
     #[allow(clippy::too_many_arguments)] // one per keyword
-    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, keep_evicted = false, explain = false, eviction = "lru", hash_seed = None, hash_bits = None))]
+    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, keep_evicted = false, explain = false, eviction = "lru", hash_seed = None, hash_bits = None, state_blocks = None, snapshot_cadence = None, snapshot_min_tokens = None))]
     fn new(
         py: Python<'_>,
         num_blocks: &Bound<'_, PyAny>,
@@ -73,6 +79,9 @@ impl BlockManager {
         eviction: &str,
         hash_seed: Option<&Bound<'_, PyAny>>,
         hash_bits: Option<&Bound<'_, PyAny>>,
+        state_blocks: Option<&Bound<'_, PyAny>>,
+        snapshot_cadence: Option<&Bound<'_, PyAny>>,
+        snapshot_min_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let block_size = number("block_size", block_size)?;
@@ -81,10 +90,19 @@ impl BlockManager {
         let hash_seed = hash_seed
             .map(|seed| number("hash_seed", seed))
             .transpose()?;
+        let state_blocks = state_blocks.map_or(Ok(0), |blocks| number("state_blocks", blocks))?;
+        let mut state = StateConfig::new(state_blocks);
+        if let Some(cadence) = snapshot_cadence {
+            state.cadence = number("snapshot_cadence", cadence)?;
+        }
+        if let Some(min_tokens) = snapshot_min_tokens {
+            state.min_tokens = number("snapshot_min_tokens", min_tokens)?;
+        }
         let config = Config {
             num_blocks,
             block_size,
             groups,
+            state: (state_blocks > 0).then_some(state),
             prefix_caching,
             in_flight_sharing,
             partial_reuse,
@@ -200,6 +218,12 @@ impl BlockManager {
     /// The number of blocks in each state. O(1).
     fn usage(&self, py: Python<'_>) -> PyResult<PoolUsage> {
         self.core.with(py, |core| Ok(core.usage())).map(PoolUsage)
+    }
+
+    /// The number of snapshots of states and of their blocks. O(snapshots).
+    fn state_usage(&self, py: Python<'_>) -> PyResult<StateUsage> {
+        let usage = self.core.with(py, |core| Ok(core.state_usage()))?;
+        Ok(usage.into())
     }
 
     /// The counters so far. With events on, it first hashes the blocks stored since events were last taken.

@@ -44,7 +44,25 @@ impl Pin {
         Ok(self.with(|pin| pin.map_or(0, kv_core::Pin::num_tokens)))
     }
 
-    /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups. Empty after the release.
+    /// Number of tokens for which the pinned snapshot of a state stands; 0 without one.
+    #[getter]
+    fn num_state_tokens(&self) -> PyResult<usize> {
+        self.check_process()?;
+        Ok(self.with(|pin| pin.map_or(0, |pin| pin.snapshot().0)))
+    }
+
+    /// Ids of the blocks of this snapshot, in the order of its bytes; they are the last ones of `blocks`.
+    #[getter]
+    fn state_blocks(&self) -> PyResult<Vec<u32>> {
+        self.check_process()?;
+        Ok(self.with(|pin| {
+            let blocks = pin.map_or(&[][..], |pin| pin.snapshot().1);
+            blocks.iter().map(|block| block.get()).collect()
+        }))
+    }
+
+    /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups, and last those of the
+    /// snapshot. Empty after the release.
     #[getter]
     fn blocks(&self) -> PyResult<Vec<u32>> {
         self.check_process()?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forks::Own;
-use kv_core::{BlockId, PlanHandle, PrefillRequest};
+use kv_core::{BlockId, PlanHandle, PrefillRequest, StateCopy};
 use pyo3::prelude::*;
 
 use crate::answers::{Remapping, prefill_answer};
@@ -95,6 +95,9 @@ impl StepPlan {
     /// it needs blocks for all known tokens and `n` more; only those of this step are allocated.
     /// `replay=n` computes the last `n` cached tokens again, all in this step, without writing their KV (slot -1);
     /// if fewer tokens are cached, all of them.
+    ///
+    /// With `state_blocks`, the tokens after the last snapshot are computed again, in as many steps as it takes, and their
+    /// KV is not written if it is cached. A chunk ends where a snapshot is kept.
     #[pyo3(signature = (sequence, max_tokens, *, spare_blocks = None, replay = None))]
     fn prefill(
         &self,
@@ -135,6 +138,26 @@ impl StepPlan {
             let copies = core.copies(self.handle.key())?;
             Ok(copies.iter().map(ids).collect())
         })
+    }
+
+    /// The states that sequences begin with, to be copied from blocks of snapshots before the step runs: (id of the
+    /// sequence, position, block ids), in plan order. Position 0 has no blocks: the state of no token. A sequence that is
+    /// not listed continues its running state.
+    fn state_loads(&self, py: Python<'_>) -> PyResult<Vec<(u64, usize, Vec<u32>)>> {
+        let key = self.handle.key();
+        let loads = self.core.with(py, |core| core.state_loads(key))?;
+        Ok(loads.into_iter().map(state_copy).collect())
+    }
+
+    /// The snapshots to be written after the step has run: (id of the sequence, position, block ids), in plan order. Each is
+    /// the running state of the sequence at the end of its tokens in this step, which is the position. `commit` caches
+    /// them.
+    ///
+    /// If a step that has run is rolled back, reset its sequences: their running states have gone on.
+    fn state_saves(&self, py: Python<'_>) -> PyResult<Vec<(u64, usize, Vec<u32>)>> {
+        let key = self.handle.key();
+        let saves = self.core.with(py, |core| core.state_saves(key))?;
+        Ok(saves.into_iter().map(state_copy).collect())
     }
 
     /// Writes the inputs of the step into the arrays, with sequences in plan order. On an error, it writes nothing.
@@ -236,6 +259,11 @@ impl StepPlan {
     fn __repr__(&self) -> String {
         format!("<StepPlan {}>", self.handle.key().serial())
     }
+}
+
+fn state_copy(copy: StateCopy) -> (u64, usize, Vec<u32>) {
+    let blocks = copy.blocks.iter().map(|block| block.get());
+    (copy.sequence, copy.position, blocks.collect())
 }
 
 /// How many tokens each sequence accepted: at least one each, so at most one count per token.

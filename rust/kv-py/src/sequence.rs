@@ -9,12 +9,17 @@ use pyo3::types::PyList;
 
 use crate::answers::{Remapping, extend_answer};
 use crate::bounded;
+use crate::errors::ConfigError;
 use crate::explanation::Explanation;
+use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;
 use crate::tokens::token_ids;
 use crate::transfer::reserve_answer;
+
+/// The most positions at which a sequence wants snapshots.
+const MAX_WANTED: usize = 1 << 16;
 
 /// The tokens of a request, their block tables, and the number of tokens whose KV is computed.
 #[pyclass(frozen, module = "pyengine._kv")]
@@ -161,6 +166,19 @@ impl Sequence {
             .core
             .with(py, |core| core.fork(self.key(), num_tokens))?;
         Ok(Sequence::new(&self.core, handle))
+    }
+
+    /// Asks for snapshots of its state at the last block boundaries before these positions, such as the end of a system
+    /// prompt, in place of those asked for before.
+    fn want_snapshots(&self, py: Python<'_>, positions: &Bound<'_, PyAny>) -> PyResult<()> {
+        let too_many = |given| {
+            let message = format!("at most {MAX_WANTED} positions of snapshots, got {given}");
+            ConfigError::new_err(message)
+        };
+        let read = |position: &Bound<'_, PyAny>, _| number("positions", position);
+        let positions: Vec<usize> = items(positions, MAX_WANTED, too_many, read)?;
+        self.core
+            .with(py, |core| core.want_snapshots(self.key(), &positions))
     }
 
     /// Appends known tokens, such as the next turn of a conversation or the first token of a fork.

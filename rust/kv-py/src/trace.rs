@@ -34,6 +34,7 @@ pub(crate) fn settings<'py>(
         num_blocks,
         block_size,
         ref groups,
+        state,
         prefix_caching,
         in_flight_sharing,
         partial_reuse,
@@ -48,6 +49,11 @@ pub(crate) fn settings<'py>(
     dict.set_item("num_blocks", num_blocks)?;
     dict.set_item("block_size", block_size)?;
     dict.set_item("groups", PyTuple::new(py, groups)?)?;
+    if let Some(state) = state {
+        dict.set_item("state_blocks", state.blocks)?;
+        dict.set_item("snapshot_cadence", state.cadence)?;
+        dict.set_item("snapshot_min_tokens", state.min_tokens)?;
+    }
     dict.set_item("prefix_caching", prefix_caching)?;
     dict.set_item("in_flight_sharing", in_flight_sharing)?;
     dict.set_item("partial_reuse", partial_reuse)?;

@@ -13,7 +13,7 @@ use crate::error::{TraceError, operation_name};
 const MAGIC: &[u8; 8] = b"kvtrace\n";
 
 /// The version of the format: of the encoding of `Call`, `Answer`, `Header` and their fields.
-const VERSION: u64 = 4;
+const VERSION: u64 = 5;
 
 /// Bytes of the longest varint.
 const LONGEST_NUMBER: usize = 10;

@@ -308,6 +308,13 @@ impl Player {
                 self.part(*sequence);
                 Answer::Done
             }
+            Call::WantSnapshots {
+                sequence,
+                positions,
+            } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.want_snapshots(key, positions)?).into()
+            }
             Call::DropSequence { sequence } => {
                 let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?

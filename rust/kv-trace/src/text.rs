@@ -94,6 +94,7 @@ impl Text for Call {
             DropTransfer { transfer }
             Evict { num_blocks }
             FreeKeeping { sequence, num_tokens }
+            WantSnapshots { sequence, positions }
         );
         format!("{}({})", self.kind(), arguments.join(", "))
     }
@@ -117,6 +118,7 @@ impl Text for Answer {
                 format!("planned, {cached_tokens} tokens cached, {tokens} to compute, {samples}")
             }
             Self::Prefill(Prefill::NoBudget) => "no budget".into(),
+            Self::Prefill(Prefill::Computing) => "an open step computes it".into(),
             Self::Prefill(Prefill::Loading { transfer }) => format!("transfer {transfer} loads"),
             Self::Prefill(Prefill::NoRoom { needed, available })
             | Self::Extend(Extend::NoRoom { needed, available }) => {

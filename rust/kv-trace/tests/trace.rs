@@ -480,7 +480,7 @@ fn another_format_is_refused_by_its_writer() {
         assert_eq!(
             said(format),
             format!(
-                "the recording has format {format}, this version reads format 4; version {version} \
+                "the recording has format {format}, this version reads format 5; version {version} \
                  wrote it: replay it with that one, or record again"
             )
         );
@@ -492,7 +492,7 @@ fn another_format_is_refused_by_its_writer() {
     let error = verdict(&first).expect_err("the first format");
     assert!(matches!(
         error,
-        TraceError::Version { found: 1, supported: 4, recorded_by: Some(version) } if version == "0.1.0"
+        TraceError::Version { found: 1, supported: 5, recorded_by: Some(version) } if version == "0.1.0"
     ));
     // The writer's name is missing or cannot be shown.
     for header in [&b""[..], b"\x05", b"\x04\0\0abcd"] {

@@ -106,7 +106,7 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
         (b"kvtrace\n\x04\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
         (
             b"kvtrace\n\x07",
-            "format 7, this version reads format 4; replay it with the version that",
+            "format 7, this version reads format 5; replay it with the version that",
         ),
         (b"{}", "is not a recording of a BlockManager; give a file that record() has written"),
     ],

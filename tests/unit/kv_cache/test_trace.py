@@ -137,7 +137,7 @@ def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:8] + b"\x07" + whole[9:])
     with pytest.raises(
-        TraceError, match=r"format 7, this version reads format 4; version \S+ wrote it"
+        TraceError, match=r"format 7, this version reads format 5; version \S+ wrote it"
     ):
         replay(file)
     file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])

@@ -162,6 +162,7 @@ impl BlockManager for Naive {
             reuses_live_prefixes: true,
             deduplicates: true,
             forks: true,
+            ..Promises::default()
         }
     }
 

@@ -29,6 +29,7 @@ impl Pool {
         self.queue.check()?;
         self.check_cached()?;
         self.check_queue()?;
+        self.check_snapshots()?;
         let (mut active, mut by_pins) = (0, 0);
         let mut lost = None;
         for (id, meta, cached) in self.blocks() {
@@ -80,10 +81,14 @@ impl Pool {
         }
         for (id, meta, cached) in self.blocks() {
             let group = usize::from(meta.group);
-            ensure(group < groups, || format!("{id:?} is of group {group}"))?;
             let Some(cached) = cached else {
+                ensure(group < groups, || format!("{id:?} is of group {group}"))?;
                 continue;
             };
+            if self.snapshot_at(cached).is_some_and(|of| of.contains(&id)) {
+                continue;
+            }
+            ensure(group < groups, || format!("{id:?} is of group {group}"))?;
             let named = cached.offset > 0
                 && self.tree.contains(cached)
                 && self.tree.block(cached, group) == Some(id);
@@ -94,19 +99,46 @@ impl Pool {
         Ok(())
     }
 
+    /// Every snapshot is at a block that is cached in all layer groups, and its blocks refer to that.
+    fn check_snapshots(&self) -> Result<(), String> {
+        for (position, blocks) in self.cached_snapshots() {
+            let is_cached = self.tree.contains(position)
+                && self.tree.blocks(position).count() == self.tree.groups();
+            ensure(is_cached, || {
+                format!("the snapshot at {position:?} outlives a block of its prefix")
+            })?;
+            let mut blocks = blocks.iter();
+            let lost = blocks.find(|block| {
+                let meta = self.queue.metas().get(block.at());
+                let group = meta.map(|meta| usize::from(meta.group));
+                group != Some(self.tree.groups()) || self.cached[block.at()] != position
+            });
+            ensure(lost.is_none(), || {
+                format!("the snapshot at {position:?} is not in {lost:?}")
+            })?;
+        }
+        Ok(())
+    }
+
     /// Every queued block is in the list of its record.
     fn check_queue(&self) -> Result<(), String> {
         for (id, meta, cached) in self.blocks() {
             let lists = match cached {
-                None => [List::Free; 2],
-                Some(_) => [List::Probation, self.policy.list_of_reused()],
+                None => [List::Free; 3],
+                Some(_) if self.is_snapshot(id) => {
+                    [List::Probation, self.policy.list_of_reused(), List::Spare]
+                }
+                Some(_) => {
+                    let reused = self.policy.list_of_reused();
+                    [List::Probation, reused, reused]
+                }
             };
             let list = meta.list;
             ensure(lists.contains(&list), || {
                 format!("{id:?} is for {list:?}, not one of {lists:?}")
             })?;
         }
-        for list in [List::Free].into_iter().chain(List::EVICTABLE) {
+        for list in [List::Free].into_iter().chain(List::ALL_EVICTABLE) {
             for id in self.queue.iter(list) {
                 let own = self.queue.meta(id).list;
                 ensure(own == list, || {

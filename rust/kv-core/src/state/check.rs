@@ -96,9 +96,9 @@ impl State {
                 "sequence {id}: {cached} cached and {restored} restored of {computed} computed tokens"
             )
         })?;
-        // The last token of a full hit is computed again.
+        // The last token of a full hit is computed again, and every token after the last snapshot.
         let registered = seq.registered.end() * block_size;
-        ensure(registered <= end + 1, || {
+        ensure(registered <= end + 1 || self.has_state(), || {
             format!("sequence {id} is planned to {end} with {registered} registered tokens")
         })?;
         ensure(self.caching || seq.registered.end() == 0, || {

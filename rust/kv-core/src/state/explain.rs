@@ -30,9 +30,12 @@ impl State {
             explanation.miss = miss(0, MissReason::ReadsDisabled);
             return explanation;
         }
-        let (matched, groups) = (&mut self.matched, &self.groups);
-        matched.begin(NodePosition::NONE, 0);
+        self.matched.begin(NodePosition::NONE, 0);
         let mut ready = 0;
+        if self.has_state() {
+            return self.explain_with_state(tokens, namespace);
+        }
+        let (matched, groups) = (&mut self.matched, &self.groups);
         if let Some(root) = self.pool.tree().root(namespace) {
             let (pool, root) = (&mut self.pool, Registered::at_root(root));
             pool.find_match(matched, groups, tokens, root, Purpose::Read);
@@ -72,6 +75,59 @@ impl State {
         explanation
     }
 
+    /// As `explain`, for a model with state layers: it reuses the tokens before the last snapshot.
+    fn explain_with_state(&mut self, tokens: &[u32], namespace: &[u8]) -> Explanation {
+        let block_size = self.groups.block_size();
+        let mut explanation = Explanation::default();
+        let mut ready = 0;
+        (self.matched.snapshot, self.matched.start) = (NodePosition::NONE, 0);
+        if let Some(root) = self.pool.tree().root(namespace) {
+            let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+            let (root, limits) = (
+                Registered::at_root(root),
+                (0, tokens.len().saturating_sub(1)),
+            );
+            pool.find_match_with_state(matched, groups, tokens, root, Purpose::Read, limits);
+            (ready, explanation.num_pool_tokens) = (matched.num_indices, matched.start);
+            let purpose = Purpose::Prefill { replay: 0 };
+            pool.find_match_with_state(matched, groups, tokens, root, purpose, limits);
+        }
+        let matched = || self.matched_blocks_after(0);
+        let reason = if self.pool.any_loading() && self.pool.transfer_of(matched()).is_some() {
+            Some(MissReason::Loading)
+        } else if matched().any(|block| !self.pool.is_ready(block)) {
+            Some(MissReason::NotYetComputed)
+        } else {
+            None
+        };
+        let position = self.matched.num_indices * block_size;
+        explanation.miss = match reason {
+            Some(reason) => Some(Miss {
+                position: ready * block_size,
+                reason,
+            }),
+            None => self.no_snapshot(tokens.len(), position).or_else(|| {
+                let prompt = Prompt {
+                    tokens,
+                    namespace,
+                    position,
+                    end: position + block_size,
+                    sequence: 0,
+                };
+                find_miss(&mut self.pool, &self.seqs, self.matched.last, prompt)
+            }),
+        };
+        explanation
+    }
+
+    /// The end of the reuse, if the current match of `cached_to` tokens goes further than its last snapshot.
+    fn no_snapshot(&self, num_tokens: usize, cached_to: usize) -> Option<Miss> {
+        let last = self.groups.index_of(num_tokens.saturating_sub(1)) * self.groups.block_size();
+        let position = self.matched.start;
+        let reason = MissReason::NoSnapshot { cached_to };
+        (self.has_state() && position < cached_to.min(last)).then_some(Miss { position, reason })
+    }
+
     /// Records why a sequence computes tokens, given its match, before it computes any.
     pub(crate) fn explain_prefill(&mut self, seq_idx: u32) {
         let (seq, block_size) = (self.seqs.at(seq_idx), self.groups.block_size());
@@ -83,6 +139,8 @@ impl State {
         let miss = if !self.caching || !seq.read_cache {
             let reason = MissReason::ReadsDisabled;
             Some(Miss { position, reason })
+        } else if let Some(miss) = self.no_snapshot(seq.tokens.len(), position) {
+            Some(miss)
         } else if indices > 0 && position + block_size > seq.tokens.len() {
             None
         } else {

@@ -24,13 +24,13 @@ pub struct PrefillRequest {
 
 /// A cached block that a match ends inside of: its first tokens are copied.
 #[derive(Clone, Copy)]
-struct CopySource {
+pub(super) struct CopySource {
     position: NodePosition,
     tokens: usize,
 }
 
 /// How many of `rest` tokens from `start` on to compute: at most `max_tokens`, up to a block boundary if not all.
-fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
+pub(super) fn chunk(start: usize, rest: usize, max_tokens: usize, block_size: usize) -> usize {
     if rest <= max_tokens {
         return rest;
     }
@@ -69,6 +69,9 @@ impl State {
             position += 1;
             position += self.push_decodes(&sequences[position..], lookahead);
             self.begin_indices();
+        }
+        if self.has_state() {
+            self.plan_decode_states(before, true);
         }
         Ok(rejected)
     }
@@ -114,6 +117,9 @@ impl State {
         }
         self.enter(key.seq_idx, NewTokens::computed(1), None);
         let last = self.steps.newest().entries.len() - 1;
+        if self.has_state() {
+            self.plan_decode_states(last, false);
+        }
         self.extend_decode(last, drafts);
         Ok(Prefill::Planned {
             cached_tokens: 0,
@@ -157,8 +163,14 @@ impl State {
             }
             source = self.find_copy_source(seq_idx);
         }
+        if self.has_state() && self.awaits_state(seq_idx) {
+            return Prefill::Computing;
+        }
         if self.pool.history.is_some() {
             self.explain_prefill(seq_idx);
+        }
+        if self.has_state() {
+            return self.plan_with_state(seq_idx, request);
         }
         loop {
             match self.plan_after_match(seq_idx, request, source) {
@@ -284,13 +296,13 @@ impl State {
         self.groups.end_of(end).saturating_sub(held)
     }
 
-    fn new_blocks(&self, seq_idx: u32, end: usize) -> usize {
+    pub(super) fn new_blocks(&self, seq_idx: u32, end: usize) -> usize {
         self.new_indices(seq_idx, end) * self.groups.len()
     }
 
     /// Blocks to allocate until all known tokens are computed: in a step that ends at `end`, then in steps of at
     /// most `max_tokens`. Blocks that slide out of a window meanwhile are reused.
-    fn blocks_to_come(&self, seq_idx: u32, end: usize, max_tokens: usize) -> usize {
+    pub(super) fn blocks_to_come(&self, seq_idx: u32, end: usize, max_tokens: usize) -> usize {
         let seq = self.seqs.at(seq_idx);
         let now = self.new_indices(seq_idx, end);
         if !self.groups.have_windows() {
@@ -371,9 +383,15 @@ impl State {
         let on_boundary = seq.planned_end == registered.end() * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
             self.matched.begin(registered.last, 0);
+            (self.matched.snapshot, self.matched.start) = (NodePosition::NONE, seq.planned_end);
             return false;
         }
         let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+        if pool.snapshots().is_some() {
+            let limits = (seq.planned_end, seq.tokens.len() - 1);
+            pool.find_match_with_state(matched, groups, &seq.tokens, registered, purpose, limits);
+            return true;
+        }
         pool.find_match(matched, groups, &seq.tokens, registered, purpose);
         true
     }
@@ -396,7 +414,7 @@ impl State {
     }
 
     /// Evictable blocks among those of the copy source and those of the current match that a later token reads.
-    fn num_revived(&self, seq_idx: u32, source: Option<CopySource>) -> usize {
+    pub(super) fn num_revived(&self, seq_idx: u32, source: Option<CopySource>) -> usize {
         let source = source.into_iter();
         let source = source.flat_map(|source| self.pool.tree().blocks(source.position));
         let reused = self.matched_blocks(seq_idx).chain(source);

@@ -30,6 +30,9 @@ pub enum Prefill {
         /// The number of the transfer.
         transfer: u64,
     },
+    /// Of a model with state layers: an open step computes tokens of this sequence, whose state would be computed once
+    /// more; nothing was changed. Ask again once the step is committed.
+    Computing,
 }
 
 /// The answer to [`BlockManager::extend`](crate::BlockManager::extend).

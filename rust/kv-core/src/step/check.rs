@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::journal::Change;
 use super::plan::{Entry, Plan, PrefillWork};
+use super::snapshots::StateWork;
 use super::steps::Steps;
 use crate::check::ensure;
 use crate::ids::BlockId;
@@ -25,10 +26,12 @@ struct Track {
 
 impl Steps {
     /// How often open plans hold each block.
-    pub(crate) fn plan_pins(&self) -> HashMap<BlockId, u32> {
+    pub(crate) fn plan_pins(&self, state: &State) -> HashMap<BlockId, u32> {
         let mut plan_pins = HashMap::new();
-        for block in self.open.iter().flat_map(|plan| &plan.pinned) {
-            *plan_pins.entry(*block).or_default() += 1;
+        let pinned = self.open.iter().flat_map(|plan| &plan.pinned).copied();
+        let of_states = state.state_work.iter().flat_map(StateWork::blocks);
+        for block in pinned.chain(of_states) {
+            *plan_pins.entry(block).or_default() += 1;
         }
         plan_pins
     }

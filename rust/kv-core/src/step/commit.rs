@@ -67,7 +67,7 @@ impl State {
         let plan = self.steps.open.remove(0);
         self.pool.shared().close_plan(plan.key);
         self.pool.set_open_steps(self.steps.open_steps());
-        let (step, copies) = (plan.step(), plan.copies().len());
+        let (step, copies, serial) = (plan.step(), plan.copies().len(), plan.key.serial);
         let Plan {
             mut entries,
             decodes,
@@ -90,6 +90,11 @@ impl State {
         if decodes > 0 {
             self.close_decodes(bit, first.iter().zip(sampled), &mut full, &mut dropped);
         }
+        if self.has_state() && self.groups.have_windows() {
+            // Windows move on before the last registered block, too, while tokens are computed again for a state.
+            full.clear();
+            full.extend(first.iter().map(|entry| entry.seq_idx));
+        }
         for seq_idx in full.drain(..) {
             self.finish_computed(seq_idx, step, &mut remappings);
         }
@@ -108,6 +113,9 @@ impl State {
             self.finish_computed(entry.seq_idx, step, &mut remappings);
         }
         self.pool.stats.computed_tokens += num_tokens as u64;
+        if self.has_state() {
+            self.close_state_work(serial, step);
+        }
         // Last, so that the whole batch can merge into the blocks of a dropped sequence.
         for seq_idx in dropped {
             self.end_sequence(seq_idx);
@@ -295,12 +303,15 @@ impl State {
     /// The part of `close_entry` that depends on the work; counts it.
     fn close_work(&mut self, entry: &Entry, details: &Details, accepted: &[u32]) {
         let (seq, stats) = (self.seqs.at_mut(entry.seq_idx), &mut self.pool.stats);
+        let cached_end = entry.write_from(self.groups.block_size());
         match &details.work {
             Work::Decode => {}
             Work::Prefill(prefill) => {
                 let copied = prefill.copied_tokens;
                 stats.prompt_tokens += (prefill.reused_tokens + details.len) as u64;
                 stats.cached_tokens += prefill.reused_tokens as u64;
+                let replayed = cached_end.min(entry.end()).saturating_sub(entry.start);
+                stats.replayed_tokens += replayed as u64;
                 stats.in_flight_blocks += prefill.in_flight as u64;
                 stats.already_cached_blocks += prefill.already_cached.len() as u64;
                 let matched = prefill.matched_indices > 0 || copied > 0;

@@ -22,6 +22,9 @@ impl State {
     /// `restored` on are counted as restored by a transfer.
     pub(crate) fn reuse_cached(&mut self, key: SeqKey, restored: usize) -> Result<usize, Error> {
         self.at_rest(key)?;
+        if self.has_state() {
+            return Ok(0); // a prefill matches them together with a snapshot
+        }
         if !self.match_ready(key.seq_idx) || self.matched.num_indices == 0 {
             return Ok(0);
         }
@@ -52,6 +55,9 @@ impl State {
     /// Allocates slots for `num_tokens` tokens after the computed ones.
     pub(crate) fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
         let computed = self.at_rest(key)?.computed;
+        if self.has_state() {
+            return Err(Error::StateNeedsPlan { sequence: key.id });
+        }
         let (seq_idx, mut copies) = (key.seq_idx, Vec::new());
         let (index, end) = (
             self.groups.index_of(computed),
@@ -99,6 +105,9 @@ impl State {
     ) -> Result<Vec<Remapping>, Error> {
         let seq = self.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
+        if self.has_state() {
+            return Err(Error::StateNeedsPlan { sequence });
+        }
         let end = computed.saturating_add(num_tokens);
         let slots = seq.table.end() * self.groups.block_size();
         let known = seq.tokens.len() + tokens.len();

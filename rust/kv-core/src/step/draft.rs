@@ -81,6 +81,10 @@ impl State {
 
     /// Plans as many of the drafts as budget and blocks allow. Returns how many.
     pub(super) fn extend_decode(&mut self, at: usize, drafts: &[u32]) -> usize {
+        if !drafts.is_empty() && self.has_state() {
+            let seq_idx = self.steps.newest().entries[at].seq_idx;
+            self.drop_save(seq_idx); // not all of the drafts may be accepted
+        }
         let plan = self.steps.newest();
         let Entry {
             seq_idx,

@@ -7,7 +7,8 @@
 //!
 //! `admit` checks blocks and budget, `enter` changes tables and pool and journals that, `undo` reverts the journal,
 //! `commit` caches what was computed (with the late merge), `inputs` writes the runner's arrays, `sharing` and
-//! `cascade` find rows that share leading blocks. `direct` is the allocator's interface, without plans.
+//! `cascade` find rows that share leading blocks. `snapshots` plans the snapshots of states that steps load and write. `direct` is
+//! the allocator's interface, without plans.
 
 mod admit;
 mod answers;
@@ -21,6 +22,7 @@ mod inputs;
 mod journal;
 mod plan;
 mod sharing;
+pub(crate) mod snapshots;
 pub(crate) mod steps;
 mod undo;
 
@@ -29,3 +31,4 @@ pub use answers::{Extend, PlanView, Prefill, Remapping};
 pub use cascade::SharedPrefix;
 pub use inputs::{IntArray, StepArrays, TableRows};
 pub use sharing::{PrefixArrays, SharedPrefixes};
+pub use snapshots::StateCopy;

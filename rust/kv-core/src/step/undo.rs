@@ -66,6 +66,9 @@ impl State {
         let end = entry.start - entry.reused_tokens();
         let seq = self.seqs.at_mut(seq_idx);
         seq.unplan(bit, end, entry.samples(), entry.pending_row);
+        if self.has_state() {
+            self.undo_state_work(seq_idx);
+        }
         // A commit of the plan before may have computed more blocks meanwhile.
         self.slide(seq_idx);
         if self.seqs.at(seq_idx).dropped {

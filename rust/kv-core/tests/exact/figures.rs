@@ -26,7 +26,7 @@ fn counters_have_names_in_order() {
         ..Stats::default()
     };
     let pairs: Vec<_> = stats.each().collect();
-    assert_eq!(pairs.len(), 27);
+    assert_eq!(pairs.len(), 32);
     assert_eq!(pairs[0], ("prompt_tokens", 7));
     assert_eq!(pairs[1], ("cached_tokens", 0));
     assert_eq!(pairs[22], ("rolled_back_steps", 9));

@@ -21,6 +21,7 @@ mod rematch;
 mod replays;
 mod sharing;
 mod snapshot;
+mod states;
 mod statistics;
 mod tables;
 mod threads;

@@ -5,14 +5,16 @@ pub(crate) mod op;
 #[allow(dead_code)] // not every test records
 pub(crate) mod recording;
 pub(crate) mod sharing;
+mod state;
 pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
 use kv_core::{
     BlockId, Config, Error, EvictedBy, Eviction, Explanation, Extend, Miss, MissReason,
-    PastEviction, PoolUsage, Prefill, PrefillRequest, Remapping,
+    PastEviction, PoolUsage, Prefill, PrefillRequest, Remapping, StateConfig,
 };
+use state::{Snapshot, Work};
 
 /// A namespace and every token up to the end of a block.
 type PrefixKey = (u8, Vec<u32>);
@@ -43,6 +45,10 @@ pub(crate) struct Seq {
     kept_indices: Option<usize>,
     /// Registered logical blocks.
     pub(crate) registered: usize,
+    /// Positions of the last state kept and of the answer's, and those at which one is wanted.
+    last_kept: usize,
+    answer: usize,
+    pub(crate) wanted: Vec<usize>,
 }
 
 /// The kind of an entry.
@@ -83,6 +89,7 @@ pub(crate) struct Plan {
     budget: usize,
     entries: Vec<Entry>,
     pub(crate) copies: Vec<(u32, u32)>,
+    pub(crate) works: Vec<Work>,
     /// Sources of copies: the plan holds them until it is closed.
     pinned: Vec<u32>,
 }
@@ -123,6 +130,8 @@ pub(crate) struct Model {
     cached_blocks: HashMap<(PrefixKey, usize), u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
     pub(crate) pins: BTreeMap<usize, Vec<LogicalBlock>>,
+    /// The blocks of the snapshots that they hold.
+    pin_states: BTreeMap<usize, Vec<u32>>,
     /// By number.
     pub(crate) loads: BTreeMap<u64, Load>,
     num_loads: u64,
@@ -131,6 +140,9 @@ pub(crate) struct Model {
     num_blocks: usize,
     /// Evictions of each namespace, in order: of which tokens, and by `evict_all` or not.
     evictions: BTreeMap<u8, Vec<(Vec<u32>, bool)>>,
+    pub(crate) state: Option<StateConfig>,
+    /// By the tokens that went into the state.
+    snapshots: HashMap<PrefixKey, Snapshot>,
 }
 
 impl Model {
@@ -141,16 +153,19 @@ impl Model {
             groups: config.groups.clone(),
             caching: config.prefix_caching,
             sharing: config.in_flight_sharing,
-            partial_reuse: config.partial_reuse,
+            partial_reuse: config.partial_reuse && config.state.is_none(),
             queue: (0..num_blocks as u32).collect(),
             num_blocks,
             cached_blocks: HashMap::new(),
             seqs: BTreeMap::new(),
             pins: BTreeMap::new(),
+            pin_states: BTreeMap::new(),
             loads: BTreeMap::new(),
             num_loads: 0,
             plans: Vec::new(),
             evictions: BTreeMap::new(),
+            state: config.state,
+            snapshots: HashMap::new(),
         }
     }
 
@@ -177,7 +192,10 @@ impl Model {
         let pins = self.pins.values();
         let pinned = self.plans.iter().flat_map(|plan| &plan.pinned);
         let held = self.loads.values().flat_map(|load| &load.held);
-        let pinned = pinned.chain(held);
+        let works = self.plans.iter().flat_map(|plan| &plan.works);
+        let of_states = works.flat_map(Work::blocks);
+        let of_pins = self.pin_states.values().flatten();
+        let pinned = pinned.chain(held).chain(of_states).chain(of_pins);
         self.seq_refs(block)
             + u32::from(self.loading(block).is_some())
             + pins
@@ -196,9 +214,11 @@ impl Model {
     }
 
     fn is_cached(&self, block: u32) -> bool {
-        self.cached_blocks
-            .values()
-            .any(|&block_id| block_id == block)
+        self.snapshot_of(block).is_some()
+            || self
+                .cached_blocks
+                .values()
+                .any(|&block_id| block_id == block)
     }
 
     pub(crate) fn usage(&self) -> PoolUsage {
@@ -307,8 +327,17 @@ impl Model {
     }
 
     pub(crate) fn match_prefix(&mut self, pin: usize, namespace: u8, tokens: &[u32]) {
-        let indices = self.matched(namespace, tokens, 0, 0, |block| self.is_ready(block));
+        let is_ready = |block| self.is_ready(block);
+        let indices = match self.state {
+            None => self.matched(namespace, tokens, 0, 0, is_ready),
+            Some(_) => {
+                let limits = (0, tokens.len());
+                let found = self.matched_with_state(namespace, tokens, 0, 0, is_ready, limits);
+                found.indices
+            }
+        };
         blocks(&indices).for_each(|block| self.unqueue(block));
+        self.pin_state(pin, namespace, &tokens[..indices.len() * self.block_size]);
         self.pins.insert(pin, indices);
     }
 
@@ -333,11 +362,18 @@ impl Model {
                 }
             }
         }
+        let (namespace, tokens) = (
+            seq.namespace,
+            seq.tokens[..whole * self.block_size].to_vec(),
+        );
+        self.pin_state(pin, namespace, &tokens);
         self.pins.insert(pin, indices);
     }
 
     pub(crate) fn drop_pin(&mut self, pin: usize) {
         let indices = self.pins.remove(&pin).unwrap_or_default();
+        let state = self.pin_states.remove(&pin).unwrap_or_default();
+        self.enqueue_unused(state.into_iter().rev());
         self.enqueue_unused(blocks(&indices).rev());
     }
 
@@ -361,7 +397,7 @@ impl Model {
             return false;
         }
         let (size, s) = (self.block_size, self.seqs.get_mut(&seq).expect("live"));
-        if !indices.is_empty() {
+        if !indices.is_empty() && self.state.is_none() {
             s.registered = indices.len();
             s.computed = (indices.len() * size).min(s.tokens.len() - 1);
             s.ahead = s.computed;
@@ -397,7 +433,8 @@ impl Model {
             return false;
         }
         let mut computed = s.computed.min(num_tokens);
-        if self.slid_past(s, computed) {
+        let is_cut = self.state.is_some() && num_tokens < s.computed;
+        if self.slid_past(s, computed) || is_cut {
             computed = 0;
         }
         let child = Seq {
@@ -406,6 +443,13 @@ impl Model {
             computed,
             ahead: computed,
             registered: s.registered.min(computed / self.block_size),
+            last_kept: if computed > 0 { s.last_kept } else { 0 },
+            answer: 0,
+            wanted: if computed > 0 {
+                s.wanted.clone()
+            } else {
+                Vec::new()
+            },
             ..s.clone()
         };
         self.seqs.insert(fork, child);
@@ -441,11 +485,14 @@ impl Model {
     /// In the order of allocation: free blocks first.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let mut blocks = self.queue.clone();
-        blocks.sort_by_key(|&block| self.is_cached(block));
+        blocks.sort_by_key(|&block| (self.is_cached(block), self.is_spare(block)));
         blocks
     }
 
     fn allocate(&mut self) -> u32 {
+        while self.state.is_some() && self.is_cached(self.queued()[0]) {
+            self.evict_victim();
+        }
         let block = self.queued()[0];
         self.unqueue(block);
         self.evict_block(block, false);
@@ -463,6 +510,7 @@ impl Model {
             evictions.push((tokens.clone(), all));
         }
         self.cached_blocks.retain(|_, block_id| *block_id != block);
+        self.drop_orphans();
     }
 
     /// The tokens that a prefill would find in the pool, share in flight and copy, and why it would compute the rest.
@@ -480,6 +528,9 @@ impl Model {
                 miss,
                 ..Explanation::default()
             };
+        }
+        if self.state.is_some() {
+            return self.explain_with_state(namespace, tokens);
         }
         let ready = self
             .matched(namespace, tokens, 0, 0, |block| self.is_ready(block))
@@ -593,9 +644,12 @@ impl Model {
                 computed: 0,
                 ahead: 0,
                 registered: 0,
-                ..s
+                ..s.clone()
             },
         );
+        self.touch(&s);
+        let s = self.seqs.get_mut(&seq).expect("live");
+        (s.last_kept, s.answer) = (0, 0);
     }
 
     pub(crate) fn free(&mut self, seq: u64) {
@@ -612,8 +666,9 @@ impl Model {
     fn bury(&mut self, seq: u64) {
         if self.seqs[&seq].dropped && self.seqs[&seq].planned == 0 {
             self.discard(seq);
-            let table = self.seqs.remove(&seq).expect("live").table;
-            self.enqueue_unused(blocks(&table).rev());
+            let s = self.seqs.remove(&seq).expect("live");
+            self.enqueue_unused(blocks(&s.table).rev());
+            self.touch(&s);
         }
     }
 
@@ -629,8 +684,11 @@ impl Model {
                 gone.extend(cached.filter(|&block| others(block) == 0));
             }
         }
-        self.cached_blocks.retain(|_, block| !gone.contains(block));
-        gone.iter().for_each(|&block| self.unqueue(block));
+        for block in &gone {
+            self.cached_blocks.retain(|_, cached| cached != block);
+            self.unqueue(*block);
+            self.drop_orphans();
+        }
         self.enqueue_unused(gone);
     }
 
@@ -639,6 +697,7 @@ impl Model {
             budget,
             entries: Vec::new(),
             copies: Vec::new(),
+            works: Vec::new(),
             pinned: Vec::new(),
         });
     }
@@ -848,6 +907,7 @@ impl Model {
         }
         let start = self.seqs[&seq].ahead;
         self.push(seq, (&[], &[]), start, tokens, EntryKind::Drafts(drafts));
+        self.plan_decode_states(&[seq], false);
         Prefill::Planned {
             cached_tokens: 0,
             tokens,
@@ -857,6 +917,9 @@ impl Model {
 
     /// Drafts for a decode of the newest plan, as many as there is budget and room for.
     pub(crate) fn draft(&mut self, seq: u64, mut drafts: Vec<u32>) -> usize {
+        if !drafts.is_empty() {
+            self.drop_save(seq);
+        }
         let indices = self.queue.len() / self.groups.len() + self.seqs[&seq].table.len();
         let end = self.seqs[&seq].ahead;
         let capacity = indices * self.block_size - end;
@@ -897,6 +960,9 @@ impl Model {
     pub(crate) fn prefill(&mut self, seq: u64, request: PrefillRequest) -> Result<Prefill, Error> {
         if request.max_tokens.min(self.budget()) == 0 {
             return Ok(Prefill::NoBudget);
+        }
+        if self.state.is_some() {
+            return Ok(self.prefill_with_state(seq, request));
         }
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let may_match = self.caching && s.read_cache && s.ahead == s.registered * size;
@@ -1037,6 +1103,7 @@ impl Model {
         self.enqueue_unused(blocks(&matched).rev());
         let copies = entry.copied.iter().map(|&(.., copy)| copy);
         self.enqueue_unused(copies);
+        self.undo_work(entry.seq);
         self.slide(entry.seq);
         self.bury(entry.seq);
     }
@@ -1122,6 +1189,7 @@ impl Model {
             }
             self.slide(*seq);
         }
+        self.close_works();
         plan.entries.iter().for_each(|entry| self.bury(entry.seq));
         self.close(0);
         remappings
@@ -1206,7 +1274,7 @@ impl Model {
     pub(crate) fn reuse_cached(&mut self, seq: u64) -> usize {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let stands = s.computed == s.registered * size && s.table.len() == s.registered;
-        if !stands || !self.caching || !s.read_cache {
+        if !stands || !self.caching || !s.read_cache || self.state.is_some() {
             return 0;
         }
         let matched = self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
@@ -1238,9 +1306,17 @@ impl Model {
         if !stands || !self.caching || !s.read_cache {
             return Answer::NotNeeded;
         }
-        let matched = self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
-            self.is_ready(block)
-        });
+        let is_ready = |block| self.is_ready(block);
+        let matched = match self.state {
+            None => self.matched(s.namespace, &s.tokens, s.registered, 0, is_ready),
+            Some(_) => {
+                let limits = (s.ahead, s.tokens.len() - 1);
+                let (namespace, from) = (s.namespace, s.registered);
+                let found =
+                    self.matched_with_state(namespace, &s.tokens, from, 0, is_ready, limits);
+                found.indices
+            }
+        };
         let from = s.registered + matched.len();
         let known = |index: usize| -> Vec<Option<u32>> {
             let tokens = &s.tokens[..(index + 1) * size];
@@ -1361,7 +1437,10 @@ impl Model {
     pub(crate) fn evict(&mut self, pin: usize, count: usize) -> Vec<u32> {
         let queued = self.queued().into_iter();
         let evictable = queued.filter(|&block| self.is_cached(block));
-        let evicted: Vec<u32> = evictable.take(count).collect();
+        let mut evicted: Vec<u32> = evictable.take(count).collect();
+        if self.state.is_some() {
+            evicted = self.evict_with_state(count);
+        }
         for &block in &evicted {
             self.unqueue(block);
             self.evict_block(block, false);
@@ -1430,16 +1509,19 @@ impl Model {
     }
 
     pub(crate) fn evict_all(&mut self) -> usize {
-        let evictable: Vec<u32> = self
-            .queue
-            .iter()
-            .copied()
-            .filter(|&block| self.is_cached(block))
-            .collect();
+        let queued = self.queued().into_iter();
+        let evictable: Vec<u32> = queued.filter(|&block| self.is_cached(block)).collect();
         for &block in &evictable {
-            self.unqueue(block);
-            self.evict_block(block, true);
-            self.enqueue_unused([block]);
+            if let Some(prefix) = self.snapshot_of(block) {
+                self.drop_snapshot(&prefix);
+            }
+        }
+        for &block in &evictable {
+            if self.is_cached(block) {
+                self.unqueue(block);
+                self.evict_block(block, true);
+                self.enqueue_unused([block]);
+            }
         }
         evictable.len()
     }

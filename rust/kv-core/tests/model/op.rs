@@ -48,6 +48,8 @@ pub(crate) enum Op {
     DropTransfer(usize),
     Abandon(usize),
     Evict(usize),
+    /// Snapshots of a sequence at two positions.
+    Want(usize, usize, usize),
 }
 
 /// A bound that means any index of a list that is short.
@@ -56,7 +58,7 @@ const ANY: usize = 256;
 impl Op {
     /// An operation made of at most eight numbers; `below` gives one below its argument.
     pub(crate) fn choose(below: &mut impl FnMut(usize) -> usize) -> Self {
-        match below(230) {
+        match below(233) {
             0..8 => Self::New {
                 namespace: below(2) as u8,
                 pattern: below(4) as u8,
@@ -104,7 +106,8 @@ impl Op {
             217..226 => Self::Complete(below(ANY), below(256) as u8),
             226 => Self::DropTransfer(below(ANY)),
             227 => Self::Abandon(below(ANY)),
-            _ => Self::Evict(below(6)),
+            228..230 => Self::Evict(below(6)),
+            _ => Self::Want(below(ANY), below(60), below(12)),
         }
     }
 }

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use kv_core::{
     BlockId, BlockManager, BlockState, Config, Error, Event, Evicted, Eviction, Miss, MissReason,
-    Pin, PlanHandle, PoolUsage, SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
+    Pin, PlanHandle, PoolUsage, SeqHandle, SharedI32, SharedI64, SharedPrefixes, StateCopy, Stats,
+    TableRows,
 };
 #[allow(unused_imports)] // not every test records
 use kv_trace::Record;
@@ -44,6 +45,10 @@ pub(crate) struct World {
     /// The set of cached blocks by the events.
     emitted: HashSet<u128>,
     kv: Vec<Option<Kv>>,
+    /// By block: the part of a snapshot that it holds, and the tokens that went into it.
+    states: Vec<Option<(Kv, usize)>>,
+    /// The running state of each sequence: the tokens that went into it.
+    running: HashMap<u64, Vec<u32>>,
     arrays: Arrays,
     rows: TableRows,
     sharing: Sharing,
@@ -87,6 +92,8 @@ struct Step {
 /// The inputs of a step as a device would have them.
 struct Inputs {
     copies: Vec<(usize, usize)>,
+    loads: Vec<StateCopy>,
+    saves: Vec<StateCopy>,
     rows: Vec<Row>,
 }
 
@@ -112,7 +119,7 @@ struct Arrays {
 /// Events that every long run reaches.
 const COUNTED: &str = "pending_tokens reused_tokens published_tokens transfers awaited_transfers waiting_prefills \
     kept_blocks explained_hits explained_new explained_diverged explained_evicted \
-    explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block";
+    explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block explained_no_snapshot computing_prefills";
 
 /// So few that an operation soon comes back to one; the oldest goes.
 const MAX_SEQUENCES: usize = 6;
@@ -148,6 +155,8 @@ impl World {
             num_explained: 0,
             emitted: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
+            states: vec![None; config.num_blocks],
+            running: HashMap::new(),
             arrays: Arrays {
                 ids: vec![SharedI64::new(0); TOKENS],
                 positions: vec![SharedI32::new(0); TOKENS],
@@ -248,6 +257,7 @@ impl World {
                     prop_assert_eq!(answer.is_ok(), !self.busy(id));
                     if answer.is_ok() {
                         self.model.reset(id);
+                        self.running.remove(&id);
                     }
                 }
             }
@@ -330,6 +340,16 @@ impl World {
             Op::DropTransfer(i) => self.drop_transfer(i)?,
             Op::Abandon(i) => self.abandon(i)?,
             Op::Evict(count) => self.evict(count)?,
+            Op::Want(i, one, other) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let wanted = self.manager.want_snapshots(key, &[one, other]);
+                    prop_assert_eq!(wanted, Ok(()));
+                    let size = self.model.block_size;
+                    let wanted = vec![one / size * size, other / size * size];
+                    self.model.seqs.get_mut(&id).expect("live").wanted = wanted;
+                }
+            }
             _ => self.apply_step(op)?,
         }
         Ok(())
@@ -357,6 +377,11 @@ impl World {
             let tokens = seq.tokens[..len].to_vec();
             self.model.seqs.insert(fork.id(), Seq { tokens, ..seq });
         }
+        let view = self.manager.view(fork.key()).expect("live");
+        if self.model.state.is_some() && view.num_computed_tokens > 0 {
+            let state = self.running[&id].clone();
+            self.running.insert(fork.id(), state);
+        }
         self.make_way();
         self.handles.push(fork);
         Ok(())
@@ -371,7 +396,9 @@ impl World {
     /// A pin holds what a token after it sees, and no more.
     fn keep(&mut self, pin: Pin) {
         let max_blocks = self.manager.blocks_for(pin.num_tokens(), 0);
-        assert!(pin.num_blocks() <= max_blocks, "{pin:?}");
+        // Tokens that are computed again for a state see more than a token after the prefix.
+        let is_whole = self.model.state.is_some();
+        assert!(pin.num_blocks() <= max_blocks || is_whole, "{pin:?}");
         if self.pins.len() == MAX_LEASES {
             self.model.drop_pin(self.pins.remove(0).0);
         }
@@ -498,6 +525,7 @@ impl World {
             Some(MissReason::Loading) => "explained_loading",
             Some(MissReason::ReadsDisabled) => "explained_reads_disabled",
             Some(MissReason::BelowOneBlock) => "explained_below_one_block",
+            Some(MissReason::NoSnapshot { .. }) => "explained_no_snapshot",
         };
         *self.counts.entry(name).or_default() += 1;
         Ok(explanation.miss)

@@ -54,6 +54,10 @@ impl World {
             prop_assert_eq!(self.table(key), before);
             return Ok(());
         }
+        if self.model.state.is_some() {
+            prop_assert_eq!(answer, Err(Error::StateNeedsPlan { sequence: id }));
+            return Ok(());
+        }
         let answer = answer.expect("at rest");
         if self.exact {
             prop_assert_eq!(&answer, &self.model.extend(id, num_tokens));
@@ -111,6 +115,8 @@ impl World {
         let answer = self.manager.publish(key, num_tokens, &tokens);
         let refused = if self.busy(id) {
             Some(Error::InPlan { sequence: id })
+        } else if self.model.state.is_some() {
+            Some(Error::StateNeedsPlan { sequence: id })
         } else if end > slots {
             let sequence = id;
             Some(Error::NotExtended {

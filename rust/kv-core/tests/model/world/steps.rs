@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use kv_core::{
     Error, IntArray, Miss, MissReason, PlanKey, Prefill, PrefillRequest, SeqHandle, SharedI64,
-    StepArrays,
+    StateCopy, StepArrays,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -161,6 +161,8 @@ impl World {
             );
             self.steps.back_mut().expect("open").rows.push(id);
         }
+        *self.counts.entry("computing_prefills").or_default() +=
+            u64::from(answer == Ok(Prefill::Computing));
         if let Ok(Prefill::Loading { transfer }) = answer {
             let mut loads = self.loads.iter();
             prop_assert!(loads.any(|load| load.transfer.key().serial() == transfer));
@@ -336,6 +338,9 @@ impl World {
             .filter(|i| !rejected.contains(i))
             .map(|i| ids[i]);
         let fits: Vec<u64> = fits.collect();
+        if self.exact {
+            self.model.plan_decode_states(&fits, true);
+        }
         let step = self.steps.back_mut().expect("open");
         step.decodes.extend(&fits);
         step.rows.extend(fits);
@@ -404,6 +409,8 @@ impl World {
                 self.sharing.num_unchanged += u64::from(unchanged);
             }
         }
+        let loads = self.manager.state_loads(plan).expect("open");
+        let saves = self.manager.state_saves(plan).expect("open");
         let copies = self.manager.copies(plan).expect("open");
         if self.exact {
             let copies: Vec<_> = copies
@@ -413,6 +420,26 @@ impl World {
             prop_assert_eq!(&copies, &self.model.plans[at].copies);
         }
         let copies = copies.iter();
+        if self.exact {
+            let numbers = |all: &[StateCopy]| -> Vec<_> {
+                let of = |copy: &StateCopy| {
+                    let blocks = copy.blocks.iter().map(|block| block.get());
+                    (copy.sequence, copy.position, blocks.collect::<Vec<_>>())
+                };
+                all.iter().map(of).collect()
+            };
+            let works = &self.model.plans[at].works;
+            let load = works
+                .iter()
+                .filter_map(|of| Some((of.seq, of.load.clone()?)));
+            let load: Vec<_> = load.map(|(seq, (at, blocks))| (seq, at, blocks)).collect();
+            prop_assert_eq!(numbers(&loads), load);
+            let save = works
+                .iter()
+                .filter_map(|of| Some((of.seq, of.save.clone()?)));
+            let save: Vec<_> = save.map(|(seq, (at, blocks))| (seq, at, blocks)).collect();
+            prop_assert_eq!(numbers(&saves), save);
+        }
         let copies = copies
             .map(|(from, to)| (from.get() as usize, to.get() as usize))
             .collect();
@@ -441,7 +468,12 @@ impl World {
             }
         };
         let rows = (0..view.num_sequences).map(row).collect();
-        self.steps[at].launched = Some(Inputs { copies, rows });
+        self.steps[at].launched = Some(Inputs {
+            copies,
+            loads,
+            saves,
+            rows,
+        });
         Ok(())
     }
 
@@ -475,6 +507,14 @@ impl World {
             .map(|(row, id)| (*id, row.samples))
             .collect();
         let accepted: Vec<Vec<u32>> = sampling.map(accept).collect::<Result<_, _>>()?;
+        for (row, id) in inputs.rows.iter().zip(&step.rows) {
+            // As many states as there are drafts; the one after the last accepted one remains.
+            let rejected = samples.iter().position(|(of, _)| of == id);
+            let rejected = rejected.map_or(0, |at| row.samples - accepted[at].len());
+            if let Some(state) = self.running.get_mut(id) {
+                state.truncate(row.first + row.ids.len() - rejected);
+            }
+        }
         let plan = step.handle.key();
         let tokens = accepted.concat();
         let counts: Vec<usize> = accepted.iter().map(Vec::len).collect();
@@ -536,6 +576,12 @@ impl World {
                 self.kv[to * size + offset] = self.kv[from * size + offset].clone();
             }
         }
+        for &(_, to) in &inputs.copies {
+            self.states[to] = None;
+        }
+        self.run_states()?;
+        let step = self.steps.front().expect("open");
+        let inputs = step.launched.as_ref().expect("launched");
         for (row, id) in inputs.rows.iter().zip(&step.rows) {
             let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
             for (at, position) in (row.first..row.first + row.ids.len()).enumerate() {
@@ -561,6 +607,7 @@ impl World {
                         }
                         given => {
                             prop_assert_eq!(given as usize, slot);
+                            self.states[slot / size] = None;
                             self.kv[slot] = Some((seq.namespace, all[..=position].to_vec()));
                         }
                     }
@@ -570,6 +617,54 @@ impl World {
         // As on a GPU: everything is written before anything is read.
         for (row, id) in inputs.rows.iter().zip(&step.rows) {
             self.read_row(row, *id, &self.all_tokens(step, *id))?;
+        }
+        for StateCopy {
+            sequence,
+            position,
+            blocks,
+        } in &inputs.saves
+        {
+            let state = &self.running[sequence];
+            prop_assert_eq!(state.len(), *position, "sequence {}", sequence);
+            let namespace = self.model.seqs[sequence].namespace;
+            for (part, block) in blocks.iter().enumerate() {
+                let block = block.get() as usize;
+                self.states[block] = Some(((namespace, state.clone()), part));
+                self.kv[block * size..][..size].fill(None);
+            }
+        }
+        Ok(())
+    }
+
+    /// Each row's running state takes in its tokens, from where it is or from a snapshot.
+    fn run_states(&mut self) -> Result<(), TestCaseError> {
+        if self.model.state.is_none() {
+            return Ok(());
+        }
+        let step = self.steps.front().expect("open");
+        let inputs = step.launched.as_ref().expect("launched");
+        for StateCopy {
+            sequence,
+            position,
+            blocks,
+        } in &inputs.loads
+        {
+            let seq = &self.model.seqs[sequence];
+            let state = seq.tokens[..*position].to_vec();
+            for (part, block) in blocks.iter().enumerate() {
+                let read = self.states[block.get() as usize].as_ref();
+                let expected = ((seq.namespace, state.clone()), part);
+                prop_assert_eq!(read, Some(&expected), "sequence {}", sequence);
+            }
+            prop_assert_eq!(blocks.is_empty(), *position == 0);
+            self.running.insert(*sequence, state);
+        }
+        for (row, id) in inputs.rows.iter().zip(&step.rows) {
+            let all = self.all_tokens(step, *id);
+            let state = self.running.get(id).map(Vec::as_slice);
+            prop_assert_eq!(state, Some(&all[..row.first]), "sequence {}", id);
+            let end = row.first + row.ids.len();
+            self.running.insert(*id, all[..end].to_vec());
         }
         Ok(())
     }

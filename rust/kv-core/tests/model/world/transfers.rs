@@ -77,6 +77,7 @@ impl World {
         let size = self.model.block_size;
         let end = load.transfer.indices().start + num_blocks;
         for loading in load.transfer.blocks() {
+            self.states[loading.block.get() as usize] = None;
             for offset in 0..size {
                 let position = loading.index * size + offset;
                 let kv = match loading.index < end {
