@@ -205,6 +205,11 @@ class Tensors:
         """True if the files have a tensor of this name."""
         return name in self._tensors
 
+    def has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """True if the files have a tensor of this name and shape."""
+        tensor = self._tensors.get(name)
+        return tensor is not None and tensor.shape == shape
+
     def first_of(self, pattern: str) -> str | None:
         """The first tensor whose name begins as `pattern` says, if there is one."""
         return min((name for name in self._tensors if re.match(pattern, name)), default=None)

@@ -56,8 +56,6 @@ from pyengine.utils.dtypes import Rows, rounded, widened
 if TYPE_CHECKING:
     from pyengine.attention.cpu import CpuMetadata
 
-_MIN_SUM = np.float32(1e-20)
-
 
 class CpuLayerAttention:
     """The attention of a layer, by the Rust kernel."""
@@ -338,7 +336,7 @@ class CpuKernels:
         chosen = _largest(preferred, routing.chosen)
         factors = _at(scores, chosen)
         if routing.is_normalised:
-            factors = factors / (factors.sum(-1, keepdims=True) + _MIN_SUM)
+            factors = factors / (factors.sum(-1, keepdims=True) + np.float32(routing.min_sum))
         return chosen, factors * np.float32(routing.scale)
 
     def capped(self, rows: Rows, cap: float) -> Rows:

@@ -144,7 +144,8 @@ def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
         )
         for tensor in header.tensors
     }
-    rotates = any(layer.mixer.rotary is not None for layer in spec.layers)
+    mixers = (layer.attention for layer in spec.layers)
+    rotates = any(mixer is not None and mixer.rotary is not None for mixer in mixers)
     names = NAMES if rotates else replace(NAMES, no_effect={})
     weights = checked_weights(spec, names, Tensors(stored_tensors, str(path), "its header"))
     sizes = _sizes_of_formats(path, header)

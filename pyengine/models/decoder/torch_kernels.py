@@ -12,11 +12,17 @@ from pyengine.attention.backend import AttentionOptions
 from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
+from pyengine.kv_cache.states import LayerState, StateInputs
+from pyengine.models.decoder import torch_states
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.dummy_numbers import DummyStored, numbers
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
 from pyengine.models.decoder.kernels import (
     AttentionWeights,
+    ConvWeights,
+    DeltaWeights,
+    GatedNormWeights,
+    MambaWeights,
     NormWeights,
     Product,
     Step,
@@ -24,6 +30,7 @@ from pyengine.models.decoder.kernels import (
     TableUse,
 )
 from pyengine.models.decoder.product_choice import ProductChooser
+from pyengine.models.decoder.recurrent import Convolution
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import (
     MLP,
@@ -45,8 +52,6 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda rows: F.relu(rows).square(),
 }
 _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_MIN_SUM = 1e-20
-"""Added to the sum of a token's sigmoid scores, as DeepSeek does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,12 +319,59 @@ class TorchKernels:
         chosen = preferred.topk(routing.chosen).indices
         factors = scores.gather(-1, chosen)
         if routing.is_normalised:
-            factors = factors / (factors.sum(-1, keepdim=True) + _MIN_SUM)
+            factors = factors / (factors.sum(-1, keepdim=True) + routing.min_sum)
         return chosen, factors * routing.scale
 
     def capped(self, rows: torch.Tensor, cap: float) -> torch.Tensor:
         """See `Kernels.capped`."""
         return cap * torch.tanh(rows / cap)
+
+    def exact_array(self, weight: Weight, *, is_log: bool = False) -> torch.Tensor:
+        """See `Kernels.exact_array`."""
+        array = self._read(weight, torch.float32)
+        return -array.exp() if is_log else array
+
+    def conv_weights(self, conv: Convolution, weight: Weight, bias: Weight | None) -> ConvWeights:
+        """See `Kernels.conv_weights`; the weight is `[channels, size]`."""
+        vector = None if bias is None else self.exact_vector(bias)
+        return ConvWeights(conv, self.exact_array(weight), vector)
+
+    def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> torch.Tensor:
+        """See `Kernels.factors`."""
+        values = torch.tensor(numbers, dtype=self.dtype, device=self.device)
+        return values.repeat_interleave(torch.tensor(sizes, device=self.device))
+
+    def short_conv(
+        self, rows: torch.Tensor, weights: ConvWeights, state: LayerState, states: StateInputs
+    ) -> torch.Tensor:
+        """See `Kernels.short_conv`."""
+        return torch_states.short_conv(rows, weights, state, states)
+
+    def gated_delta(
+        self,
+        rows: tuple[torch.Tensor, ...],
+        weights: DeltaWeights,
+        state: LayerState,
+        states: StateInputs,
+    ) -> torch.Tensor:
+        """See `Kernels.gated_delta`."""
+        return torch_states.gated_delta(rows, weights, state, states)
+
+    def mamba(
+        self,
+        rows: tuple[torch.Tensor, ...],
+        weights: MambaWeights,
+        state: LayerState,
+        states: StateInputs,
+    ) -> torch.Tensor:
+        """See `Kernels.mamba`."""
+        return torch_states.mamba(rows, weights, state, states)
+
+    def gated_norm(
+        self, rows: torch.Tensor, gate: torch.Tensor, weights: GatedNormWeights
+    ) -> torch.Tensor:
+        """See `Kernels.gated_norm`."""
+        return torch_states.gated_norm(rows, gate, weights)
 
     def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of a weight's numbers."""
