@@ -235,9 +235,9 @@ impl<E: Element> DeltaTask<'_, E> {
         let mut scratch = vec![];
         let mut state = self.state.into_rows(&mut scratch);
         let state = &mut state[0];
-        let mut tokens = HeadTokens::new(shape.key_dim, shape.value_dim);
         let first = self.out.rows.start;
         let mut out = self.out.into_rows();
+        let mut tokens = HeadTokens::new(shape.key_dim, shape.value_dim, out.len());
         for (number, out) in out.chunks_mut(TOKENS).enumerate() {
             let read = ReadTokens {
                 shape,

@@ -122,12 +122,12 @@ impl<E: Element> InEachBuild for ConvTask<'_, E> {
         let (size, before) = (channels.len(), conv.kernel_size - 1);
         let mut scratch = vec![];
         let mut state = self.state.into_rows(&mut scratch);
-        let mut inputs = vec![0.0f32; (before + POSITIONS) * size];
+        let mut out = out.into_rows();
+        let mut inputs = vec![0.0f32; (before + out.len().min(POSITIONS)) * size];
         let mut sums = vec![0.0f32; size];
         for (input, state) in inputs.chunks_exact_mut(size).zip(&state) {
             input.copy_from_slice(state);
         }
-        let mut out = out.into_rows();
         for (number, out) in out.chunks_mut(POSITIONS).enumerate() {
             let new = inputs.chunks_exact_mut(size).skip(before);
             for (at, input) in new.take(out.len()).enumerate() {

@@ -35,16 +35,17 @@ pub(crate) struct HeadTokens {
 }
 
 impl HeadTokens {
-    /// Memory for [`TOKENS`] tokens.
-    pub(crate) fn new(key_dim: usize, value_dim: usize) -> Self {
-        let [keys, queries, decays, decayed] = [(); 4].map(|()| vec![0.0; TOKENS * key_dim]);
-        let [values, out] = [(); 2].map(|()| vec![0.0; TOKENS * value_dim]);
+    /// Memory for `count` tokens, but for at most [`TOKENS`].
+    pub(crate) fn new(key_dim: usize, value_dim: usize, count: usize) -> Self {
+        let count = count.min(TOKENS);
+        let [keys, queries, decays, decayed] = [(); 4].map(|()| vec![0.0; count * key_dim]);
+        let [values, out] = [(); 2].map(|()| vec![0.0; count * value_dim]);
         Self {
             keys,
             queries,
             decays,
             values,
-            betas: vec![0.0; TOKENS],
+            betas: vec![0.0; count],
             out,
             decayed,
             key_dim,
