@@ -59,6 +59,10 @@ class StoredTensor:
     rows: slice | None = None
     columns: slice | None = None
 
+    def reshaped(self, shape: tuple[int, ...]) -> "StoredTensor":
+        """The same numbers in another shape."""
+        return replace(self, shape=shape)
+
     def transposed(self) -> "StoredTensor":
         """The same tensor, read the other way around."""
         return replace(self, is_transposed=True)

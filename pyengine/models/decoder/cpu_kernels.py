@@ -25,6 +25,7 @@ from pyengine.models.decoder.cpu_products import (
     ReusedMemory,
     laid_out,
 )
+from pyengine.models.decoder.cpu_states import CpuStates
 from pyengine.models.decoder.float_products import (
     GATES,
     FloatTable,
@@ -98,7 +99,7 @@ def _by_rust() -> ProductChooser:
 
 
 @dataclass(slots=True)
-class CpuKernels:
+class CpuKernels(CpuStates):
     """See `Kernels`. The attention backend is "cpu".
 
     Rows are of `dtype`. With `quantization`, matrices of floats are rounded to 8 bits, or to 4:
@@ -307,6 +308,11 @@ class CpuKernels:
         factor = 1 + growth.beta * np.log(1 + positions // growth.original)
         grown = widened(query) * factor[:, None, None].astype(np.float32)
         return rounded(grown, query.dtype.type)
+
+    def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> Rows:
+        """See `Kernels.factors`."""
+        values = np.repeat(np.array(numbers, np.float32), sizes)
+        return rounded(values, NUMPY[self.dtype])
 
     def concatenated(self, first: Rows, second: Rows) -> Rows:
         """See `Kernels.concatenated`."""

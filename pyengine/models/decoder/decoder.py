@@ -163,6 +163,8 @@ class Decoder:
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
         stream, change = self.embedded(ids, positions), _NOTHING
         step = Step(ids, positions, metadata, angles, states=states)
+        if states is not None:
+            step = replace(step, sequences=kernels.sequences(states))
         if self._token_inputs is not None:
             step = replace(step, token_input=self._token_inputs(ids, stream))
         for layer in self._layers:

@@ -68,8 +68,8 @@ class Step:
 
     `ids`, `positions` are `[T]`. `angles` has cosines and sines of `positions` for each rotary
     embedding of the model. `kept` has the keys and values of layers that later ones share, by
-    their number. `states` are those of recurrent layers. `token_input` is `[T, layers, size]`, if
-    the model has such inputs.
+    their number. `states` are those of recurrent layers, `sequences` what the kernel set made of
+    them. `token_input` is `[T, layers, size]`, if the model has such inputs.
     """
 
     ids: Rows
@@ -79,6 +79,7 @@ class Step:
     kept: dict[int, tuple[Rows, Rows]] = field(default_factory=dict)
     token_input: Rows = None
     states: "StateInputs | None" = None
+    sequences: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class ConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatedNormWeights:
-    """A norm with a gate, and its weight: float32 `[size]`, or `[width]` for each group its own."""
+    """A norm with a gate, and its weight `[width]`, in the dtype of rows."""
 
     norm: GatedNorm
     weight: Any
@@ -234,12 +235,21 @@ class Kernels(Protocol):
     def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> Any:
         """A row in the dtype of rows, in which each number is repeated by its size."""
 
+    def sequences(self, states: "StateInputs") -> Any:
+        """Prepare the sequences of a step for recurrent layers, once for all of them."""
+
     def short_conv(
-        self, rows: Rows, weights: ConvWeights, state: "LayerState", states: "StateInputs"
+        self,
+        rows: Rows,
+        weights: ConvWeights,
+        state: "LayerState",
+        sequences: Any,
+        gates: tuple[Rows, Rows] | None = None,
     ) -> Rows:
         """The convolution of `[T, channels]`, of each sequence for itself.
 
-        The positions before its first token are those of its state, or zeros.
+        The positions before its first token are those of its state, or zeros. `gates` `[T,
+        channels]` multiply inputs and results.
         """
 
     def gated_delta(
@@ -247,7 +257,7 @@ class Kernels(Protocol):
         rows: tuple[Rows, Rows, Rows, Rows, Rows],
         weights: DeltaWeights,
         state: "LayerState",
-        states: "StateInputs",
+        sequences: Any,
     ) -> Rows:
         """The gated delta rule of each sequence, `[T, value_heads, value_dim]`.
 
@@ -265,15 +275,16 @@ class Kernels(Protocol):
         rows: tuple[Rows, Rows, Rows, Rows],
         weights: MambaWeights,
         state: "LayerState",
-        states: "StateInputs",
+        sequences: Any,
+        gate: Rows | None = None,
     ) -> Rows:
         """The state space of each sequence, `[T, heads, head_dim]`.
 
         `rows` are x `[T, heads, head_dim]`, time steps `[T, heads]`, and B and C
-        `[T, groups, state_size]`.
+        `[T, groups, state_size]`; `gate` is like x.
 
         For a token, with `d = softplus(time step + bias)` and state S `[state_size, head_dim]`:
-        `S = exp(d rate) S + d x B`; the result is `S C + skip x`.
+        `S = exp(d rate) S + d x B`; the result is `S C + skip x`, times the SiLU of the gate.
 
         Mamba has x and time steps `[T, channels]`, B and C `[T, state_size]`: each channel is a
         head of one number, and its decay differs by number of the state.

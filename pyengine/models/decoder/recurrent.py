@@ -14,12 +14,11 @@ from pyengine.kv_cache.states import StateArray, StateSpec
 class GatedNorm:
     """`norm(x) * activation(gate)`, or `norm(x * activation(gate))` if it `gates_first`.
 
-    The norm is that of the root mean square, over `size` elements at a time; without `eps` there is
-    none, and no weight.
+    The norm is that of the root mean square, over `size` elements at a time.
     """
 
     size: int
-    eps: float | None
+    eps: float
     activation: Literal["silu", "sigmoid"] = "silu"
     gates_first: bool = False
 
@@ -122,7 +121,7 @@ class Mamba2:
     """Mamba-2 (arXiv 2405.21060): a state space with one decay for each head.
 
     - `groups`: as many heads in a row share what writes and reads the state (B and C).
-    - `norm`: of the result, with a gate.
+    - `norm`: of the result, with a gate; None: a gate alone.
     - `has_bias`: of the first matrix. `out_bias`: of the last one.
     - `scales`: factors on the outputs of the first matrix: gate, x, B, C and time steps.
     - `input_scale`, `output_scale`: factors on rows before and after the mixer.
@@ -134,7 +133,7 @@ class Mamba2:
     groups: int
     state_size: int
     convolution: int
-    norm: GatedNorm
+    norm: GatedNorm | None
     conv_bias: bool = True
     has_bias: bool = False
     out_bias: bool = False

@@ -3,9 +3,9 @@
 Each continues the states of `Step.states`, those of its layer in the pool.
 """
 
-from typing import ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
-from pyengine.kv_cache.states import LayerState, StateInputs
+from pyengine.kv_cache.states import LayerState
 from pyengine.models.decoder import recurrent
 from pyengine.models.decoder.kernels import DeltaWeights, MambaWeights, Rows, Step
 from pyengine.models.decoder.spec import Norm
@@ -21,10 +21,10 @@ class _Recurrent:
         """`state` is the number of its layer in the pool of states."""
         self.kernels, self._state = weights.kernels, state
 
-    def _states(self, step: Step) -> tuple[LayerState, StateInputs]:
-        """The arrays of this layer, and the states of the step."""
+    def _states(self, step: Step) -> tuple[LayerState, Any]:
+        """The arrays of this layer, and the sequences of the step."""
         assert step.states is not None
-        return step.states.layers[self._state], step.states
+        return step.states.layers[self._state], step.sequences
 
 
 class GatedDelta(_Recurrent):
@@ -123,7 +123,9 @@ class Mamba2(_Recurrent):
         rate = weights.array("rate", (heads,), (heads, 1), is_log=mamba.has_logs)
         skip = weights.array("skip", (heads,), (heads, 1))
         self._space = MambaWeights(rate, weights.array("time_bias", (heads,)), skip)
-        self._norm = weights.gated_norm("mamba_norm", mamba.norm, width)
+        self._norm = None
+        if mamba.norm is not None:
+            self._norm = weights.gated_norm("mamba_norm", mamba.norm, width)
         self._out = weights.linear("mamba_out", hidden, width, has_bias=mamba.out_bias)
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
@@ -144,8 +146,14 @@ class Mamba2(_Recurrent):
             mixed[:, width : width + inner].reshape(groups),
             mixed[:, width + inner :].reshape(groups),
         )
-        mixed = kernels.mamba(parts, self._space, state, states).reshape(count, width)
-        result = self._out(kernels.gated_norm(mixed, projected[:, :width], self._norm))
+        gate = projected[:, :width]
+        if self._norm is None:
+            gates = gate.reshape(count, mamba.heads, mamba.head_dim)
+            mixed = kernels.mamba(parts, self._space, state, states, gates).reshape(count, width)
+        else:
+            mixed = kernels.mamba(parts, self._space, state, states).reshape(count, width)
+            mixed = kernels.gated_norm(mixed, gate, self._norm)
+        result = self._out(mixed)
         if mamba.output_scale != 1.0:
             result = kernels.multiplied(result, mamba.output_scale)
         return result
@@ -153,8 +161,6 @@ class Mamba2(_Recurrent):
 
 class Mamba(_Recurrent):
     """Mamba as in Jamba, with norms of what depends on the input."""
-
-    _gate: ClassVar[recurrent.GatedNorm] = recurrent.GatedNorm(size=1, eps=None)
 
     def __init__(
         self, mamba: recurrent.Mamba, weights: Weights, hidden: int, *, state: int
@@ -175,7 +181,6 @@ class Mamba(_Recurrent):
         rate = weights.array("rate", shape, is_log=mamba.has_logs, is_transposed=True)
         bias, skip = (weights.array(name, (width,)) for name in ("time_bias", "skip"))
         self._space = MambaWeights(rate, bias, skip)
-        self._gated = weights.gated_norm("", self._gate, width)
         self._out = weights.linear("mamba_out", hidden, width, has_bias=mamba.has_bias)
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
@@ -191,8 +196,8 @@ class Mamba(_Recurrent):
             for part, norm in zip(bounds, self._norms, strict=True)
         )
         parts = mixed, self._time_up(time), b, c
-        mixed = kernels.mamba(parts, self._space, state, states)
-        return self._out(kernels.gated_norm(mixed, projected[:, width:], self._gated))
+        mixed = kernels.mamba(parts, self._space, state, states, projected[:, width:])
+        return self._out(mixed)
 
 
 class ShortConv(_Recurrent):
@@ -209,11 +214,11 @@ class ShortConv(_Recurrent):
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Mix the rows of the step."""
-        projected, width, kernels = self._in(rows), self._width, self.kernels
-        gate, second = projected[:, :width], projected[:, width : 2 * width]
-        gated = kernels.multiplied(gate, projected[:, 2 * width :])
-        mixed = kernels.short_conv(gated, self._conv, *self._states(step))
-        return self._out(kernels.multiplied(mixed, second))
+        projected, width = self._in(rows), self._width
+        gates = projected[:, :width], projected[:, width : 2 * width]
+        inputs = projected[:, 2 * width :]
+        mixed = self.kernels.short_conv(inputs, self._conv, *self._states(step), gates)
+        return self._out(mixed)
 
 
 def recurrent_layer(

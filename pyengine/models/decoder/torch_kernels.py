@@ -12,17 +12,12 @@ from pyengine.attention.backend import AttentionOptions
 from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
-from pyengine.kv_cache.states import LayerState, StateInputs
-from pyengine.models.decoder import torch_states
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.dummy_numbers import DummyStored, numbers
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
 from pyengine.models.decoder.kernels import (
     AttentionWeights,
     ConvWeights,
-    DeltaWeights,
-    GatedNormWeights,
-    MambaWeights,
     NormWeights,
     Product,
     Step,
@@ -43,6 +38,7 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.stored_weight import Weight
+from pyengine.models.decoder.torch_states import TorchStates
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -150,7 +146,7 @@ class TorchAttention:
         return step.metadata.forward(self.weights.cache, (query, key, value), options).flatten(1)
 
 
-class TorchKernels:
+class TorchKernels(TorchStates):
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
     keeps_formats: bool = False
@@ -340,38 +336,6 @@ class TorchKernels:
         """See `Kernels.factors`."""
         values = torch.tensor(numbers, dtype=self.dtype, device=self.device)
         return values.repeat_interleave(torch.tensor(sizes, device=self.device))
-
-    def short_conv(
-        self, rows: torch.Tensor, weights: ConvWeights, state: LayerState, states: StateInputs
-    ) -> torch.Tensor:
-        """See `Kernels.short_conv`."""
-        return torch_states.short_conv(rows, weights, state, states)
-
-    def gated_delta(
-        self,
-        rows: tuple[torch.Tensor, ...],
-        weights: DeltaWeights,
-        state: LayerState,
-        states: StateInputs,
-    ) -> torch.Tensor:
-        """See `Kernels.gated_delta`."""
-        return torch_states.gated_delta(rows, weights, state, states)
-
-    def mamba(
-        self,
-        rows: tuple[torch.Tensor, ...],
-        weights: MambaWeights,
-        state: LayerState,
-        states: StateInputs,
-    ) -> torch.Tensor:
-        """See `Kernels.mamba`."""
-        return torch_states.mamba(rows, weights, state, states)
-
-    def gated_norm(
-        self, rows: torch.Tensor, gate: torch.Tensor, weights: GatedNormWeights
-    ) -> torch.Tensor:
-        """See `Kernels.gated_norm`."""
-        return torch_states.gated_norm(rows, gate, weights)
 
     def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of a weight's numbers."""

@@ -176,7 +176,7 @@ class Weights:
         prefix, stored = self._stored(name)
         [part] = stored.parts
         tensor = self._tensors.take(prefix + part + stored.weight, shape, *others)
-        tensor = replace(tensor, shape=shape)
+        tensor = tensor.reshaped(shape)
         weight = Weight((tensor,), shape)
         if is_transposed:
             weight = Weight((tensor.transposed(),), shape[::-1])
@@ -200,7 +200,7 @@ class Weights:
             found = self._tensors.take(
                 prefix + part + stored.weight, (channels, 1, conv.size), shape
             )
-            tensors.append(replace(found, shape=shape))
+            tensors.append(found.reshaped(shape))
         weight = Weight(tuple(tensors), (conv.channels, conv.size))
         bias = None
         if conv.has_bias:
@@ -209,9 +209,11 @@ class Weights:
 
     def gated_norm(self, name: str, norm: GatedNorm, width: int) -> GatedNormWeights:
         """A norm with a gate, of rows of this width."""
-        if norm.eps is None:
-            return GatedNormWeights(norm, None)
-        return GatedNormWeights(norm, self.array(name, (width,), (width // norm.size, norm.size)))
+        prefix, stored = self._stored(name)
+        [part] = stored.parts
+        shapes = (width,), (width // norm.size, norm.size)
+        tensor = self._tensors.take(prefix + part + stored.weight, *shapes).reshaped((width,))
+        return GatedNormWeights(norm, self.kernels.vector(Weight((tensor,), (width,))))
 
     def experts(self, count: int, mlp: MLP, hidden: int) -> ExpertProducts:
         """The matrices of all experts."""

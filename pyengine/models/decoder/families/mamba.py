@@ -167,15 +167,13 @@ def _falcon_h1(settings: Settings) -> DecoderSpec:
     _check_mamba(settings, "hidden_act")
     has_norm, gates_last = settings.flag("mamba_rms_norm"), settings.flag("mamba_norm_before_gate")
     groups = settings.integer("mamba_n_groups")
-    gated_norm = GatedNorm(
-        size=width // groups, eps=norm.eps if has_norm else None, gates_first=not gates_last
-    )
+    gated_norm = GatedNorm(size=width // groups, eps=norm.eps, gates_first=not gates_last)
     scales = settings.numbers("ssm_multipliers", 5) if settings.has("ssm_multipliers") else None
     mamba = _mamba2(
         settings,
         width,
         norm.eps,
-        norm=gated_norm,
+        norm=gated_norm if has_norm else None,
         out_bias=settings.flag("projectors_bias"),
         scales=scales,
         input_scale=number("ssm_in_multiplier"),

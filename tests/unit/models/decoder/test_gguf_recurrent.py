@@ -1,0 +1,57 @@
+"""A GGUF file of a model that keeps states gives the decoder of the model that it was made of."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyengine.attention.cpu import CpuBackend
+from pyengine.cpu import CpuAttention
+from pyengine.cpu.threads import kernel_threads
+from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.cpu_kernels import CpuKernels
+from pyengine.models.decoder.gguf_recurrent import RECURRENT_ARCHITECTURES
+from pyengine.models.decoder.torch_kernels import TorchKernels
+from pyengine.models.loader import load_model
+from tests.unit.models.decoder.steps import CPU
+from tests.unit.models.decoder.test_gguf import _TOKENS, expected, logits
+from tests.unit.models.decoder.tiny_models import random_model
+from tests.unit.models.gguf_of_recurrent import TINY, write
+
+TOLERANCE = 3e-4
+
+
+@pytest.mark.parametrize("architecture", TINY)
+def test_logits_are_those_of_the_model(architecture: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model(TINY[architecture])
+    write(path, architecture, model)
+    actual = logits(path, TorchKernels(CPU, torch.float32))
+    assert expected(model).std() > 0.05
+    assert len(actual) == len(_TOKENS)
+    assert (actual - expected(model)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("architecture", TINY)
+def test_the_cpu_multiplies_by_the_formats_of_the_file(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "model.gguf", random_model(TINY[architecture])
+    write(path, architecture, model, kind=kind)
+    kernels = CpuKernels(kernel_threads(torch.get_num_threads()))
+    actual = logits(path, kernels, CpuBackend)
+    floats = logits(path, TorchKernels(CPU, torch.float32))
+    limit = 1e-4 if kind == "F16" else 0.05
+    assert (actual - floats).norm() <= limit * floats.norm()
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {name.removesuffix("-dense") for name in TINY} == set(RECURRENT_ARCHITECTURES)
+
+
+def test_the_engine_refuses_them(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, "lfm2", random_model(TINY["lfm2"]))
+    with pytest.raises(ModelLoadError, match="keeps a recurrent state"):
+        load_model(path)
