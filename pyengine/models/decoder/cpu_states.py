@@ -100,7 +100,7 @@ class CpuStates:
         if weights.tiled_heads:
             copies = (1, value.shape[1] // key.shape[1], 1)
             query, key = np.tile(query, copies), np.tile(key, copies)
-        decay = np.empty(gate.shape, np.float32)
+        decay: Floats = np.empty(gate.shape, np.float32)
         log_decays(self.threads, gate, weights.bias, -weights.rate, decay)
         if gate.shape[1] != value.shape[1]:
             decay = decay.reshape(len(value), value.shape[1], -1)

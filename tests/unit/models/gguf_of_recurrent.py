@@ -128,19 +128,31 @@ def _keys(name: str, config: Any) -> dict[str, Any]:
             "ssm.time_step_rank": config.mamba_n_heads,
         }
     if name.startswith("nemotron"):
-        size = config.moe_intermediate_size if name.endswith("moe") else config.intermediate_size
+        return _nemotron_keys(name, config, keys, head)
+    if name == "jamba":
         keys |= {
-            "attention.key_length": head,
-            "attention.value_length": head,
-            "feed_forward_length": [
-                size if kind in ("mlp", "moe") else 0 for kind in config.layers_block_type
-            ],
-            "ssm.conv_kernel": config.conv_kernel,
-            "ssm.state_size": config.ssm_state_size,
-            "ssm.group_count": config.n_groups,
-            "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
-            "ssm.time_step_rank": config.mamba_num_heads,
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            "ssm.time_step_rank": config.mamba_dt_rank,
         }
+    return keys
+
+
+def _nemotron_keys(name: str, config: Any, keys: dict[str, Any], head: int) -> dict[str, Any]:
+    size = config.moe_intermediate_size if name.endswith("moe") else config.intermediate_size
+    keys |= {
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "feed_forward_length": [
+            size if kind in ("mlp", "moe") else 0 for kind in config.layers_block_type
+        ],
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+    }
     if name == "nemotron_h":
         keys = {key: value for key, value in keys.items() if not key.startswith("expert")}
     if name == "nemotron_h_moe":
@@ -152,13 +164,6 @@ def _keys(name: str, config: Any) -> dict[str, Any]:
             "expert_weights_scale": config.routed_scaling_factor,
             "expert_group_count": 1,
             "moe_latent_size": config.moe_latent_size,
-        }
-    if name == "jamba":
-        keys |= {
-            "ssm.conv_kernel": config.mamba_d_conv,
-            "ssm.state_size": config.mamba_d_state,
-            "ssm.inner_size": config.mamba_expand * config.hidden_size,
-            "ssm.time_step_rank": config.mamba_dt_rank,
         }
     return keys
 
@@ -241,8 +246,9 @@ def _tensors(name: str, model: Any) -> dict[str, Any]:
     return tensors
 
 
-def _in_layer(name: str, config: Any, own: str, values: Any) -> list[tuple[str, Any]]:
-    stem, _, end = own.rpartition(".")
+def _of_experts(name: str, config: Any, own: str, values: Any) -> list[tuple[str, Any]] | None:
+    """Tensors of experts and of what transformers joins; None: it is another tensor."""
+    end = own.rpartition(".")[2]
     if own.endswith(("e_score_correction_bias", "expert_bias")):
         return [("exp_probs_b.bias", values)]
     if own.endswith(("experts.gate_up_proj", "input_linear.weight")):
@@ -256,6 +262,13 @@ def _in_layer(name: str, config: Any, own: str, values: Any) -> list[tuple[str, 
         return [(f"ffn_down{kind}.weight", values)]
     if end in ("down_proj", "up_proj"):  # of all experts
         return [(f"ffn_{end.removesuffix('_proj')}_exps.weight", values)]
+    return None
+
+
+def _in_layer(name: str, config: Any, own: str, values: Any) -> list[tuple[str, Any]]:
+    stem, _, end = own.rpartition(".")
+    if (experts := _of_experts(name, config, own, values)) is not None:
+        return experts
     if name.startswith("qwen35") and stem.startswith("linear_attn"):
         values = _tiled(config, own, values)
     if own.endswith("in_proj_qkvz.weight"):
