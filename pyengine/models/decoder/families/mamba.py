@@ -183,7 +183,7 @@ def _falcon_h1(settings: Settings) -> DecoderSpec:
     mixer = attention(
         settings,
         bias="attention_bias",
-        scaling=mixer.scaling * number("key_multiplier"),
+        scaling=mixer.scaling * number("key_multiplier", above=0),
         input_scale=number("attention_in_multiplier"),
         output_scale=number("attention_out_multiplier"),
     )

@@ -41,15 +41,17 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
 ) -> None:
     tiny = _FIRST[family]
     folder, num_effects = saved(tiny)[0], 0
-    values, no_effect = configuration_in(folder), {*NO_EFFECT, *ROWS[family].no_effect}
+    values, row = configuration_in(folder), ROWS[family]
+    no_effect = {*NO_EFFECT, *row.no_effect} - row.aliases.keys() - _OF_EXPERTS
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     before = ours(values, tmp_path)
-    for path, value in changes(values):
+    walked = {key: value for key, value in values.items() if key != "time_step_limit"}
+    for path, value in changes(walked):
         what = f"{'.'.join(path)}={value!r}"
         try:
             actual = ours(changed(values, path, value), tmp_path)
         except ModelLoadError as error:
-            assert path[-1] not in no_effect - _OF_EXPERTS, f"{what}: {error}"
+            assert path[-1] not in no_effect, f"{what}: {error}"
             continue
         try:
             expected = theirs(changed(values, path, value), tmp_path)
