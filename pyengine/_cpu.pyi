@@ -191,9 +191,11 @@ def gated_norm(
     threads: CpuAttention,
     rows: _AnyArray,
     gates: _AnyArray,
-    norm: tuple[_Floats, int, float] | None,
+    weight: _AnyArray,
     out: _AnyArray,
+    epsilon: float,
     *,
+    group_size: int | None = None,
     function: str = "silu",
     is_norm_first: bool = True,
 ) -> None: ...

@@ -13,22 +13,15 @@ use crate::write::Rows;
 /// Numbers of a task, about.
 const MANY: usize = 6_000;
 
-/// A norm over each group of numbers.
+/// A norm over each group of numbers, and its gate.
 #[derive(Clone, Copy, Debug)]
-pub struct GroupNorm<'a> {
+pub struct GatedNorm<'a, E> {
     /// One or several groups; repeated for the whole row.
-    pub weight: &'a [f32],
+    pub weight: &'a [E],
     /// Numbers of a group.
     pub group_size: usize,
     /// Added under the root.
     pub epsilon: f32,
-}
-
-/// A gate, and a norm before or after it.
-#[derive(Clone, Copy, Debug)]
-pub struct GatedNorm<'a> {
-    /// The norm, if there is one.
-    pub norm: Option<GroupNorm<'a>>,
     /// The function of gates.
     pub gate: GateFunction,
     /// True: `norm(x) * function(gate)`; false: `norm(x * function(gate))`.
@@ -55,13 +48,19 @@ impl Attention {
         &self,
         rows: Rows<'_, E>,
         gates: Rows<'_, E>,
-        norm: &GatedNorm<'_>,
+        norm: &GatedNorm<'_, E>,
         out: &mut [E],
     ) -> Result<(), Error> {
+        above_zero("the group size", norm.group_size)?;
+        let groups = norm.weight.len() / norm.group_size;
+        above_zero("the number of the weight's groups", groups)?;
+        same_length("weight", groups * norm.group_size, norm.weight.len())?;
         let width = rows.width();
-        if let Some(norm) = &norm.norm {
-            norm.check(width)?;
-        }
+        same_length(
+            "a row",
+            width / norm.weight.len() * norm.weight.len(),
+            width,
+        )?;
         gates.check("the gates", rows.len(), width)?;
         let expected = CacheShape::elements(1, rows.len(), width)?;
         same_length("out", expected, out.len())?;
@@ -82,27 +81,12 @@ impl Attention {
     }
 }
 
-impl GroupNorm<'_> {
-    /// `width`: numbers of a row.
-    fn check(&self, width: usize) -> Result<(), Error> {
-        above_zero("the group size", self.group_size)?;
-        let groups = self.weight.len() / self.group_size;
-        above_zero("the number of the weight's groups", groups)?;
-        same_length("weight", groups * self.group_size, self.weight.len())?;
-        same_length(
-            "a row",
-            width / self.weight.len() * self.weight.len(),
-            width,
-        )
-    }
-}
-
 /// Some rows from `first` on.
 struct GatedRows<'a, E> {
     rows: Rows<'a, E>,
     gates: Rows<'a, E>,
     first: usize,
-    norm: &'a GatedNorm<'a>,
+    norm: &'a GatedNorm<'a, E>,
     out: &'a mut [E],
 }
 
@@ -119,49 +103,31 @@ impl<E: Element> InEachBuild for GatedRows<'_, E> {
 impl<E: Element> GatedRows<'_, E> {
     #[inline(always)]
     fn normalise(self, function: impl Function) {
-        let (width, is_norm_first) = (self.rows.width(), self.norm.is_norm_first);
-        let mut numbers = vec![0.0f32; width];
-        let mut factors = vec![0.0f32; width];
-        for (at, out) in self.out.chunks_exact_mut(width).enumerate() {
-            widen(self.rows.row(self.first + at), &mut numbers);
-            let gates = self.gates.row(self.first + at);
-            for (factor, gate) in factors.iter_mut().zip(gates) {
-                *factor = function.of(gate.widen());
-            }
-            if !is_norm_first {
-                multiply(&mut numbers, &factors);
-            }
-            if let Some(norm) = &self.norm.norm {
-                norm.apply(&mut numbers);
-            }
-            if is_norm_first {
-                multiply(&mut numbers, &factors);
-            }
-            for (out, number) in out.iter_mut().zip(&numbers) {
-                *out = E::narrow(*number);
-            }
-        }
-    }
-}
-
-impl GroupNorm<'_> {
-    #[inline(always)]
-    fn apply(&self, numbers: &mut [f32]) {
-        let size = self.group_size;
-        let weights = self.weight.chunks_exact(size).cycle();
-        for (group, weights) in numbers.chunks_exact_mut(size).zip(weights) {
-            let mean = sum_of_squares(group) / size as f32;
-            let scale = 1.0 / (mean + self.epsilon).sqrt();
-            for (number, weight) in group.iter_mut().zip(weights) {
-                *number = *number * scale * weight;
+        let (norm, size) = (self.norm, self.norm.group_size);
+        let mut numbers = vec![0.0f32; size];
+        let mut factors = vec![0.0f32; size];
+        for (at, out) in self.out.chunks_exact_mut(self.rows.width()).enumerate() {
+            let row = self.rows.row(self.first + at).chunks_exact(size);
+            let gates = self.gates.row(self.first + at).chunks_exact(size);
+            let weights = norm.weight.chunks_exact(size).cycle();
+            let groups = row.zip(gates).zip(weights);
+            for (((group, gates), weights), out) in groups.zip(out.chunks_exact_mut(size)) {
+                widen(group, &mut numbers);
+                for (factor, gate) in factors.iter_mut().zip(gates) {
+                    *factor = function.of(gate.widen());
+                }
+                if !norm.is_norm_first {
+                    for (number, factor) in numbers.iter_mut().zip(&mut factors) {
+                        *number *= std::mem::replace(factor, 1.0);
+                    }
+                }
+                let mean = sum_of_squares(&numbers) / size as f32;
+                let scale = 1.0 / (mean + norm.epsilon).sqrt();
+                let terms = numbers.iter().zip(&factors).zip(weights);
+                for (out, ((number, factor), weight)) in out.iter_mut().zip(terms) {
+                    *out = E::narrow(number * scale * weight.widen() * factor);
+                }
             }
         }
-    }
-}
-
-#[inline(always)]
-fn multiply(numbers: &mut [f32], factors: &[f32]) {
-    for (number, factor) in numbers.iter_mut().zip(factors) {
-        *number *= factor;
     }
 }

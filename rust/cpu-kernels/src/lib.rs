@@ -148,7 +148,7 @@ pub use draw::Draws;
 pub use element::Element;
 pub use error::Error;
 pub use gated_delta::{DeltaLayer, DeltaRows, DeltaShape, KeySharing};
-pub use gated_norm::{GateFunction, GatedNorm, GroupNorm};
+pub use gated_norm::{GateFunction, GatedNorm};
 pub use isa::Isa;
 pub use logprobs::{Logprobs, Reported};
 pub use mamba::{Mamba2Shape, MambaRows, MambaWeights};

@@ -1,7 +1,7 @@
 //! Gated norms on the CPU, as Python calls them.
 
-use cpu_kernels::{GateFunction, GatedNorm, GroupNorm};
-use pyo3::buffer::{Element, PyBuffer};
+use cpu_kernels::{GateFunction, GatedNorm};
+use pyo3::buffer::Element;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -15,30 +15,35 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(gated_norm, module)?)
 }
 
-/// Weight, numbers of a group, and epsilon.
-type NormArguments<'py> = (Bound<'py, PyAny>, usize, f32);
+/// The options of a call.
+struct Options {
+    epsilon: f32,
+    group_size: Option<usize>,
+    gate: GateFunction,
+    is_norm_first: bool,
+}
 
-/// Writes `rows` with a gate and a norm to `out`.
+/// Writes a root mean square norm of `rows` with a gate to `out`.
 ///
-/// `rows`, `gates` and `out` are `[T, width]` in float32, or bfloat16 as uint16; the first two may be columns of wider
-/// arrays. `norm` is `(weight, group_size, epsilon)`, or None for a gate alone: each `group_size` numbers of a row are
-/// divided by `sqrt(mean of squares + epsilon)` and multiplied by their part of `weight`, float32, which has one or
-/// several groups and is repeated for the whole row. The gate is `function` ("silu" or "sigmoid") of `gates`. It
-/// multiplies normalized numbers if `is_norm_first`, else the numbers before the norm. Numbers are computed in float32 and
-/// rounded once. `threads` compute, with the GIL released.
+/// `rows`, `gates` and `out` are `[T, width]`, `weight` `[size]`; all are float32, or bfloat16 as uint16, and the first two
+/// may be columns of wider arrays. Each `group_size` numbers of a row, as many as `weight` has if it is None, are divided
+/// by `sqrt(mean of squares + epsilon)` and multiplied by their part of `weight`, which is repeated for the whole row.
+/// The gate is `function` ("silu" or "sigmoid") of `gates`; it multiplies normalized numbers if `is_norm_first`, else the
+/// numbers before the norm. Numbers are computed in float32 and rounded once. `threads` compute, with the GIL released.
 ///
-/// Raises `BufferError` for arrays that do not fit, `ConfigError` for a group of no numbers, and `ValueError` for another
-/// function; nothing is written then.
+/// Raises `BufferError` for arrays that do not fit, and `ValueError` for another function; nothing is written then.
 #[pyfunction]
-#[pyo3(signature = (threads, rows, gates, norm, out, *, function = "silu", is_norm_first = true))]
+#[pyo3(signature = (threads, rows, gates, weight, out, epsilon, *, group_size = None, function = "silu", is_norm_first = true))]
 #[allow(clippy::too_many_arguments)]
 fn gated_norm(
     py: Python<'_>,
     threads: &CpuAttention,
     rows: &Bound<'_, PyAny>,
     gates: &Bound<'_, PyAny>,
-    norm: Option<NormArguments<'_>>,
+    weight: &Bound<'_, PyAny>,
     out: &Bound<'_, PyAny>,
+    epsilon: f32,
+    group_size: Option<usize>,
     function: &str,
     is_norm_first: bool,
 ) -> PyResult<()> {
@@ -51,48 +56,47 @@ fn gated_norm(
             )));
         }
     };
-    let norm = norm.map(|(weight, group_size, epsilon)| {
-        PyResult::Ok((array::<f32>("weight", &weight, 1)?, group_size, epsilon))
-    });
-    let norm = norm.transpose()?;
-    let gated = GatedNorm {
-        norm: norm
-            .as_ref()
-            .map(|(weight, group_size, epsilon)| GroupNorm {
-                weight: shared_slice(weight),
-                group_size: *group_size,
-                epsilon: *epsilon,
-            }),
+    let options = Options {
+        epsilon,
+        group_size,
         gate,
         is_norm_first,
     };
-    let weight = norm.as_ref().map(|(weight, ..)| weight);
     by_float!(
         rows,
-        gated_norm_as(py, threads, [rows, gates], &gated, weight, out)
+        gated_norm_as(py, threads, [rows, gates, weight], out, &options)
     )
 }
 
 fn gated_norm_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
-    [numbers, gates]: [&Bound<'_, PyAny>; 2],
-    norm: &GatedNorm<'_>,
-    weight: Option<&PyBuffer<f32>>,
+    [numbers, gates, weight]: [&Bound<'_, PyAny>; 3],
     out: &Bound<'_, PyAny>,
+    options: &Options,
 ) -> PyResult<()> {
-    let numbers = any_array::<T>("rows", numbers, 2)?;
-    let gates = any_array::<T>("gates", gates, 2)?;
-    let mut out = writable::<T>("out", out, 2)?;
+    let (numbers, gates) = (
+        any_array::<T>("rows", numbers, 2)?,
+        any_array::<T>("gates", gates, 2)?,
+    );
+    let (weight, mut out) = (
+        array::<T>("weight", weight, 1)?,
+        writable::<T>("out", out, 2)?,
+    );
     of_shape("gates", &gates, numbers.shape())?;
     of_shape("out", &out, numbers.shape())?;
-    apart(("out", &out), &[("rows", &numbers), ("gates", &gates)])?;
-    if let Some(weight) = weight {
-        apart(("out", &out), &[("weight", weight)])?;
-    }
+    let inputs = [("rows", &numbers), ("gates", &gates), ("weight", &weight)];
+    apart(("out", &out), &inputs)?;
+    let norm = GatedNorm {
+        weight: shared_slice(&weight),
+        group_size: options.group_size.unwrap_or(weight.shape()[0]),
+        epsilon: options.epsilon,
+        gate: options.gate,
+        is_norm_first: options.is_norm_first,
+    };
     let attention = threads.attention()?;
     let (numbers, gates) = (rows("rows", &numbers)?, rows("gates", &gates)?);
     let out = unique_slice(&mut out);
-    py.detach(|| attention.gated_norm(numbers, gates, norm, out))
+    py.detach(|| attention.gated_norm(numbers, gates, &norm, out))
         .map_err(raise_attention)
 }

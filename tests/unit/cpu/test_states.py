@@ -299,12 +299,10 @@ def test_gated_norms_are_those_of_transformers() -> None:
     for norm, arrays, group_size, options in cases:
         weight = numbers(len(norm.weight), seed=2)
         norm.weight.data = torch.from_numpy(weight)
-        numbers_of_norm = weight, group_size, norm.variance_epsilon
-        gated_norm(THREADS, rows, gates, numbers_of_norm, out, **options)
+        numbers_of_norm = weight, out, norm.variance_epsilon
+        gated_norm(THREADS, rows, gates, *numbers_of_norm, group_size=group_size, **options)
         with torch.no_grad():
             close(out, norm(*arrays).reshape(50, 96))
-    gated_norm(THREADS, rows, gates, None, out)
-    close(out, tensors[0] * torch.nn.functional.silu(tensors[1]))
 
 
 def halves(array: Array) -> Array:
@@ -435,6 +433,6 @@ def test_arrays_that_share_memory_are_refused() -> None:
     with pytest.raises(BufferError, match="arrays states and x share memory"):
         short_conv(THREADS, step, memory[0], numbers(3, 8), memory, np.empty_like(memory[0]))
     with pytest.raises(BufferError, match="arrays out and rows share memory"):
-        gated_norm(THREADS, memory[0], memory[1], None, memory[0])
+        gated_norm(THREADS, memory[0], memory[1], numbers(8), memory[0], 1e-5)
     with pytest.raises(ValueError, match='function is "gelu"'):
-        gated_norm(THREADS, memory[0], memory[1], None, memory[2], function="gelu")
+        gated_norm(THREADS, memory[0], memory[1], numbers(8), memory[2], 1e-5, function="gelu")
