@@ -29,7 +29,6 @@ __all__ = [
     "gated_norm",
     "largest_logits",
     "limit_threads",
-    "log_decays",
     "mamba",
     "mamba2",
     "map_rows",
@@ -147,16 +146,16 @@ def gated_delta(
     query: _AnyArray,
     key: _AnyArray,
     value: _AnyArray,
-    log_decay: _Floats,
-    beta: _AnyArray,
+    decay_gate: _AnyArray,
+    beta_gate: _AnyArray,
+    weights: tuple[_Floats, _Floats],
     states: _Floats,
     out: _AnyArray,
     *,
     scaling: float,
     epsilon: float | None = None,
-) -> None: ...
-def log_decays(
-    threads: CpuAttention, numbers: _AnyArray, dt_bias: _Floats, rate: _Floats, out: _Floats
+    beta_scale: float = 1.0,
+    tiled_heads: bool = False,
 ) -> None: ...
 
 _MambaWeights: TypeAlias = tuple[_Floats, _Floats, _Floats]

@@ -8,8 +8,8 @@
 use std::time::Instant;
 
 use cpu_kernels::{
-    Activation, Attention, ConvRows, DeltaOptions, DeltaRows, DeltaShape, Isa, Mamba2Shape,
-    MambaRows, MambaWeights, Rows, ShortConv, StateStep,
+    Activation, Attention, ConvRows, DeltaLayer, DeltaRows, DeltaShape, Isa, KeySharing,
+    Mamba2Shape, MambaRows, MambaWeights, Rows, ShortConv, StateStep,
 };
 
 /// Sequences, and new tokens of each.
@@ -30,6 +30,7 @@ const DELTA: DeltaShape = DeltaShape {
     value_heads: 32,
     key_dim: 128,
     value_dim: 128,
+    sharing: KeySharing::Consecutive,
 };
 
 /// As in Granite 4.
@@ -60,7 +61,6 @@ fn main() {
         let row =
             |width: usize| Rows::new(&x[..tokens * width], tokens, width, width).expect("it fits");
         let mut out = vec![0.0; tokens * CHANNELS];
-        let decays: Vec<f32> = numbers(tokens * 32).iter().map(|it| it - 1.0).collect();
         let weights = numbers(4 * CHANNELS);
         let rates: Vec<f32> = numbers(16 * CHANNELS).iter().map(|it| it - 1.5).collect();
         measure(
@@ -81,16 +81,19 @@ fn main() {
                     query: row(16 * 128),
                     key: row(16 * 128),
                     value: row(32 * 128),
-                    beta: row(32),
-                    log_decay: &decays,
+                    beta_gate: row(32),
+                    decay_gate: row(32),
                 };
-                let options = DeltaOptions {
+                let layer = DeltaLayer {
+                    rate: &rates[..32],
+                    dt_bias: &weights[..32],
+                    beta_scale: 1.0,
                     scaling: 0.1,
                     epsilon: Some(1e-6),
                 };
                 let out = &mut out[..tokens * 32 * 128];
                 kernel
-                    .gated_delta(&step.of(new), &DELTA, &rows, &options, states, out)
+                    .gated_delta(&step.of(new), &DELTA, &rows, &layer, states, out)
                     .expect("it fits");
             },
         );

@@ -4,7 +4,7 @@
 //! Tokens are computed one after another: chunked forms are faster where matrices are multiplied by tensor cores, but
 //! their bits depend on where chunks begin.
 
-use crate::activation::Function;
+use crate::activation::{Function, Sigmoid};
 use crate::attention::Attention;
 use crate::builds::{InEachBuild, best_build};
 use crate::divided::Part;
@@ -23,12 +23,23 @@ use crate::write::Rows;
 pub struct DeltaShape {
     /// Heads of queries and keys.
     pub key_heads: usize,
-    /// Heads of values and states, a multiple of those of keys: consecutive ones share a head of keys.
+    /// Heads of values and states, a multiple of those of keys.
     pub value_heads: usize,
     /// Numbers of a key.
     pub key_dim: usize,
     /// Numbers of a value.
     pub value_dim: usize,
+    /// Which heads of values share a head of keys.
+    pub sharing: KeySharing,
+}
+
+/// Which heads of values share a head of keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeySharing {
+    /// Consecutive ones: head `h` has that of keys `h / (value_heads / key_heads)`.
+    Consecutive,
+    /// Head `h` has that of keys `h % key_heads`.
+    Tiled,
 }
 
 /// The new tokens.
@@ -40,16 +51,21 @@ pub struct DeltaRows<'a, E> {
     pub key: Rows<'a, E>,
     /// `[rows, value_heads, value_dim]`
     pub value: Rows<'a, E>,
-    /// `[rows, value_heads]`: how far a value replaces what the state has for its key, mostly from 0 to 1.
-    pub beta: Rows<'a, E>,
-    /// `[rows, value_heads]`, or `[rows, value_heads, key_dim]` for a decay of each number of a key: natural logarithms
-    /// of decays, at most 0.
-    pub log_decay: &'a [f32],
+    /// `[rows, value_heads]`, or `[rows, value_heads, key_dim]` for a decay of each number of a key.
+    pub decay_gate: Rows<'a, E>,
+    /// `[rows, value_heads]`
+    pub beta_gate: Rows<'a, E>,
 }
 
-/// Options of a layer.
+/// The parameters of a layer.
 #[derive(Clone, Copy, Debug)]
-pub struct DeltaOptions {
+pub struct DeltaLayer<'a> {
+    /// `[value_heads]`: logarithms of decays for a step of 1, negative.
+    pub rate: &'a [f32],
+    /// `[value_heads]`, or `[value_heads, key_dim]`: added to the gates of decays.
+    pub dt_bias: &'a [f32],
+    /// Factor on the sigmoids of `beta_gate`: with 2, a token may more than replace what the state has for its key.
+    pub beta_scale: f32,
     /// Factor on the queries.
     pub scaling: f32,
     /// If given, queries and keys are divided by `sqrt(sum of squares + epsilon)` first.
@@ -61,7 +77,9 @@ impl Attention {
     /// to the queries. `states` are `[num_slots, value_heads, key_dim, value_dim]`. For each token, with `S` the state:
     ///
     /// ```text
-    /// S = exp(log_decay) * S
+    /// decay = exp(rate * softplus(decay_gate + dt_bias))
+    /// beta = beta_scale * sigmoid(beta_gate)
+    /// S = decay * S
     /// S = S + key * beta * (value - key S)
     /// out = scaling * query S
     /// ```
@@ -76,11 +94,11 @@ impl Attention {
         step: &StateStep,
         shape: &DeltaShape,
         rows: &DeltaRows<'_, E>,
-        options: &DeltaOptions,
+        layer: &DeltaLayer<'_>,
         states: &mut [f32],
         out: &mut [E],
     ) -> Result<(), Error> {
-        let layout = shape.check(step, rows, states.len(), out.len())?;
+        let layout = shape.check(step, rows, layer, states.len(), out.len())?;
         let width = shape.value_heads * shape.value_dim;
         let outs = step.divide_rows(out, width, shape.value_dim);
         let tasks = step.divide(states, layout).into_iter().zip(outs);
@@ -91,60 +109,10 @@ impl Attention {
         });
         let tasks: Vec<_> = tasks.collect();
         let work = step.num_rows() * shape.value_heads * shape.key_dim * shape.value_dim;
-        self.advance(work, tasks, |task| task.run(self, shape, rows, options));
-        Ok(())
-    }
-
-    /// `out` `[rows, dt_bias.len()]` becomes `-rate * softplus(numbers + dt_bias)`: logarithms of decays. `rate` has a
-    /// number for each of `dt_bias`, or for each group of as many consecutive ones as it divides them into.
-    ///
-    /// # Errors
-    ///
-    /// Arrays of shapes that do not match; nothing is written.
-    pub fn log_decays<E: Element>(
-        &self,
-        numbers: Rows<'_, E>,
-        dt_bias: &[f32],
-        rate: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), Error> {
-        above_zero("the length of rate", rate.len())?;
-        above_zero("the length of dt_bias", dt_bias.len())?;
-        let group = dt_bias.len() / rate.len();
-        same_length(
-            "dt_bias",
-            (group * rate.len()).max(rate.len()),
-            dt_bias.len(),
-        )?;
-        let width = if numbers.len() == 0 {
-            dt_bias.len()
-        } else {
-            numbers.width()
-        };
-        same_length("a row", dt_bias.len(), width)?;
-        let expected = CacheShape::elements(1, numbers.len(), dt_bias.len())?;
-        same_length("out", expected, out.len())?;
-        let chunk = (TASK / width).max(1);
-        let tasks: Vec<_> = out
-            .chunks_mut(chunk * width)
-            .enumerate()
-            .map(|(number, out)| LogDecays {
-                numbers,
-                first: number * chunk,
-                dt_bias,
-                rate,
-                out,
-            })
-            .collect();
-        let num_threads = self.threads().count().min(tasks.len());
-        self.threads()
-            .share_out(num_threads, tasks, |task| best_build(self.isa(), task));
+        self.advance(work, tasks, |task| task.run(self, shape, rows, layer));
         Ok(())
     }
 }
-
-/// Numbers of a task of functions, about.
-const TASK: usize = 6_000;
 
 impl DeltaShape {
     /// Checks the arrays; the layout of the states.
@@ -152,6 +120,7 @@ impl DeltaShape {
         &self,
         step: &StateStep,
         rows: &DeltaRows<'_, E>,
+        layer: &DeltaLayer<'_>,
         states: usize,
         out: usize,
     ) -> Result<StateShape, Error> {
@@ -160,6 +129,7 @@ impl DeltaShape {
             value_heads,
             key_dim,
             value_dim,
+            sharing: _,
         } = *self;
         for (name, size) in [
             ("the number of key heads", key_heads),
@@ -176,31 +146,23 @@ impl DeltaShape {
             });
         }
         let count = step.num_rows();
+        let of_keys = CacheShape::elements(1, key_heads, key_dim)?;
+        let of_values = CacheShape::elements(1, value_heads, value_dim)?;
+        let of_decays = match layer.dt_bias.len() == value_heads {
+            true => value_heads,
+            false => CacheShape::elements(1, value_heads, key_dim)?,
+        };
         for (name, array, width) in [
-            (
-                "query",
-                rows.query,
-                CacheShape::elements(1, key_heads, key_dim)?,
-            ),
-            (
-                "key",
-                rows.key,
-                CacheShape::elements(1, key_heads, key_dim)?,
-            ),
-            (
-                "value",
-                rows.value,
-                CacheShape::elements(1, value_heads, value_dim)?,
-            ),
-            ("beta", rows.beta, value_heads),
+            ("query", rows.query, of_keys),
+            ("key", rows.key, of_keys),
+            ("value", rows.value, of_values),
+            ("decay_gate", rows.decay_gate, of_decays),
+            ("beta_gate", rows.beta_gate, value_heads),
         ] {
             array.check(name, count, width)?;
         }
-        let of_heads = CacheShape::elements(1, count, value_heads)?;
-        let of_numbers = CacheShape::elements(count, value_heads, key_dim)?;
-        if rows.log_decay.len() != of_heads {
-            same_length("log_decay", of_numbers, rows.log_decay.len())?;
-        }
+        same_length("rate", value_heads, layer.rate.len())?;
+        same_length("dt_bias", of_decays, layer.dt_bias.len())?;
         same_length(
             "out",
             CacheShape::elements(count, value_heads, value_dim)?,
@@ -230,7 +192,7 @@ impl<E: Element> DeltaTask<'_, E> {
         attention: &Attention,
         shape: &DeltaShape,
         rows: &DeltaRows<'_, E>,
-        options: &DeltaOptions,
+        layer: &DeltaLayer<'_>,
     ) {
         let mut scratch = vec![];
         let mut state = self.state.into_rows(&mut scratch);
@@ -242,7 +204,7 @@ impl<E: Element> DeltaTask<'_, E> {
             let read = ReadTokens {
                 shape,
                 rows,
-                options,
+                layer,
                 head: self.head,
                 first: first + number * TOKENS,
                 count: out.len(),
@@ -263,7 +225,7 @@ impl<E: Element> DeltaTask<'_, E> {
 struct ReadTokens<'a, E> {
     shape: &'a DeltaShape,
     rows: &'a DeltaRows<'a, E>,
-    options: &'a DeltaOptions,
+    layer: &'a DeltaLayer<'a>,
     head: usize,
     first: usize,
     count: usize,
@@ -274,38 +236,35 @@ impl<E: Element> InEachBuild for ReadTokens<'_, E> {
     #[inline(always)]
     fn run(self) {
         let DeltaShape {
-            key_heads,
-            value_heads,
-            key_dim,
-            value_dim,
+            key_dim, value_dim, ..
         } = *self.shape;
-        let (rows, tokens) = (self.rows, self.tokens);
-        let key_head = self.head / (value_heads / key_heads);
-        let per_row = rows.log_decay.len() / rows.query.len();
+        let (rows, layer, head, tokens) = (self.rows, self.layer, self.head, self.tokens);
+        let key_head = self.shape.key_head(head);
+        let is_per_head = layer.dt_bias.len() == layer.rate.len();
         for at in 0..self.count {
             let row = self.first + at;
             let of_key = at * key_dim..(at + 1) * key_dim;
             let queries = &mut tokens.queries[of_key.clone()];
-            let scaling = self.options.scaling;
-            self.options.read(
-                head_of(rows.query, row, key_head, key_dim),
-                scaling,
-                queries,
-            );
+            let query = head_of(rows.query, row, key_head, key_dim);
+            layer.read(query, layer.scaling, queries);
             let keys = &mut tokens.keys[of_key.clone()];
-            self.options
-                .read(head_of(rows.key, row, key_head, key_dim), 1.0, keys);
+            layer.read(head_of(rows.key, row, key_head, key_dim), 1.0, keys);
             let values = &mut tokens.values[at * value_dim..][..value_dim];
-            widen(head_of(rows.value, row, self.head, value_dim), values);
-            tokens.betas[at] = rows.beta.row(row)[self.head].widen();
-            let log_decay = &rows.log_decay[row * per_row..][..per_row];
+            widen(head_of(rows.value, row, head, value_dim), values);
+            let gate = rows.beta_gate.row(row)[head].widen();
+            tokens.betas[at] = Sigmoid.of(gate) * layer.beta_scale;
             let decays = &mut tokens.decays[of_key];
-            match per_row == value_heads {
-                true => decays.fill(exp(log_decay[self.head])),
+            let rate = layer.rate[head] * std::f32::consts::LOG2_E;
+            match is_per_head {
+                true => {
+                    let gate = rows.decay_gate.row(row)[head].widen();
+                    decays.fill(exp2(Softplus.of(gate + layer.dt_bias[head]) * rate));
+                }
                 false => {
-                    let log_decay = &log_decay[self.head * key_dim..][..key_dim];
-                    for (decay, &logarithm) in decays.iter_mut().zip(log_decay) {
-                        *decay = exp(logarithm);
+                    let gates = head_of(rows.decay_gate, row, head, key_dim);
+                    let biases = &layer.dt_bias[head * key_dim..][..key_dim];
+                    for (number, (gate, bias)) in decays.iter_mut().zip(gates.iter().zip(biases)) {
+                        *number = exp2(Softplus.of(gate.widen() + bias) * rate);
                     }
                 }
             }
@@ -313,7 +272,17 @@ impl<E: Element> InEachBuild for ReadTokens<'_, E> {
     }
 }
 
-impl DeltaOptions {
+impl DeltaShape {
+    /// The head of keys of a head of values.
+    fn key_head(&self, head: usize) -> usize {
+        match self.sharing {
+            KeySharing::Consecutive => head / (self.value_heads / self.key_heads),
+            KeySharing::Tiled => head % self.key_heads,
+        }
+    }
+}
+
+impl DeltaLayer<'_> {
     /// A query or a key, normalised if that is asked for, times `factor`.
     #[inline(always)]
     fn read<E: Element>(&self, head: &[E], factor: f32, floats: &mut [f32]) {
@@ -331,36 +300,4 @@ impl DeltaOptions {
 #[inline(always)]
 fn head_of<'a, E>(rows: Rows<'a, E>, row: usize, head: usize, dim: usize) -> &'a [E] {
     &rows.row(row)[head * dim..][..dim]
-}
-
-/// `e ^ x` for `x` up to 0.
-#[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
-    exp2(x * std::f32::consts::LOG2_E)
-}
-
-struct LogDecays<'a, E> {
-    numbers: Rows<'a, E>,
-    first: usize,
-    dt_bias: &'a [f32],
-    rate: &'a [f32],
-    out: &'a mut [f32],
-}
-
-impl<E: Element> InEachBuild for LogDecays<'_, E> {
-    #[inline(always)]
-    fn run(self) {
-        let group = self.dt_bias.len() / self.rate.len();
-        for (at, out) in self.out.chunks_exact_mut(self.dt_bias.len()).enumerate() {
-            let terms = self.numbers.row(self.first + at).iter().zip(self.dt_bias);
-            for (out, (number, bias)) in out.iter_mut().zip(terms) {
-                *out = Softplus.of(number.widen() + bias);
-            }
-            for (out, rate) in out.chunks_exact_mut(group).zip(self.rate) {
-                for out in out {
-                    *out *= -rate;
-                }
-            }
-        }
-    }
 }

@@ -147,7 +147,7 @@ pub use dispatch::Attend;
 pub use draw::Draws;
 pub use element::Element;
 pub use error::Error;
-pub use gated_delta::{DeltaOptions, DeltaRows, DeltaShape};
+pub use gated_delta::{DeltaLayer, DeltaRows, DeltaShape, KeySharing};
 pub use gated_norm::{GateFunction, GatedNorm};
 pub use isa::Isa;
 pub use logprobs::{Logprobs, Reported};

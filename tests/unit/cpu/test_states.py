@@ -13,7 +13,6 @@ from pyengine.cpu import (
     CpuStateStep,
     gated_delta,
     gated_norm,
-    log_decays,
     mamba,
     mamba2,
     short_conv,
@@ -127,24 +126,31 @@ def test_gates_of_a_short_convolution_multiply_inputs_and_results() -> None:
     assert after.tobytes() == before.tobytes()
 
 
+def decays_of(gates: Array, rate: Array, bias: Array) -> Array:
+    """The logarithms of decays that transformers' models compute outside of their functions."""
+    steps = torch.nn.functional.softplus(torch.from_numpy(gates + bias))
+    return (torch.from_numpy(rate) * steps).numpy()
+
+
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 2), (2, 4)])
-def test_gated_delta_rules_are_those_of_qwen3_next(key_heads: int, value_heads: int) -> None:
+@pytest.mark.parametrize("beta_scale", [1.0, 2.0])
+def test_gated_delta_rules_are_those_of_qwen3_next_and_olmo_hybrid(
+    key_heads: int, value_heads: int, beta_scale: float
+) -> None:
     query, key = (numbers(TOKENS, key_heads, 16, seed=seed) for seed in (1, 2))
-    value, beta = numbers(TOKENS, value_heads, 32, seed=3), numbers(TOKENS, value_heads, seed=4)
-    a, dt_bias = numbers(TOKENS, value_heads, seed=5), numbers(value_heads, seed=6)
-    beta, rate = (beta + 1) / 2, numbers(value_heads, seed=7) + 1
-    log_decay = np.empty_like(a)
-    log_decays(THREADS, a, dt_bias, rate, log_decay)
-    softplus = torch.nn.functional.softplus(torch.from_numpy(a + dt_bias))
-    close(log_decay, -torch.from_numpy(rate) * softplus)
+    value = numbers(TOKENS, value_heads, 32, seed=3)
+    gates, betas = (numbers(TOKENS, value_heads, seed=seed) for seed in (4, 5))
+    bias, rate = numbers(value_heads, seed=6), numbers(value_heads, seed=7) - 1
     states = states_of(value_heads, 16, 32)
 
     def run(step: CpuStateStep, rows: slice, states: Array, out: Array) -> None:
-        arrays = query[rows], key[rows], value[rows], log_decay[rows], beta[rows], states, out
-        gated_delta(THREADS, step, *arrays, scaling=16**-0.5, epsilon=1e-6)
+        arrays = query[rows], key[rows], value[rows], gates[rows], betas[rows]
+        options = {"scaling": 16**-0.5, "epsilon": 1e-6, "beta_scale": beta_scale}
+        gated_delta(THREADS, step, *arrays, (rate, bias), states, out, **options)
 
     results = computed(run, states, (value_heads, 32))
-    tokens = sequences(query, key, value, log_decay, beta)
+    beta = (beta_scale * torch.sigmoid(torch.from_numpy(betas))).numpy()
+    tokens = sequences(query, key, value, decays_of(gates, rate, bias), beta)
     for (out, after), slot, arrays in zip(results, SLOTS, tokens, strict=True):
         for function in (
             modeling_qwen3_next.torch_recurrent_gated_delta_rule,
@@ -162,20 +168,19 @@ def test_gated_delta_rules_are_those_of_qwen3_next(key_heads: int, value_heads: 
 
 def test_delta_attention_is_that_of_kimi_linear() -> None:
     query, key, value = (numbers(TOKENS, 3, 16, seed=seed) for seed in (1, 2, 3))
-    beta, rate = (numbers(TOKENS, 3, seed=4) + 1) / 2, numbers(3, seed=7) + 1
-    gate, dt_bias = numbers(TOKENS, 48, seed=5), numbers(48, seed=6)
-    log_decay = np.empty_like(gate)
-    log_decays(THREADS, gate, dt_bias, rate, log_decay)
-    softplus = torch.nn.functional.softplus(torch.from_numpy(gate + dt_bias))
-    close(log_decay, -torch.from_numpy(np.repeat(rate, 16)) * softplus)
-    log_decay, states = log_decay.reshape(TOKENS, 3, 16), states_of(3, 16, 16)
+    gates, betas = numbers(TOKENS, 48, seed=5), numbers(TOKENS, 3, seed=4)
+    bias, rate = numbers(48, seed=6), numbers(3, seed=7) - 1
+    states = states_of(3, 16, 16)
 
     def run(step: CpuStateStep, rows: slice, states: Array, out: Array) -> None:
-        arrays = query[rows], key[rows], value[rows], log_decay[rows], beta[rows], states, out
-        gated_delta(THREADS, step, *arrays, scaling=0.25, epsilon=1e-6)
+        arrays = query[rows], key[rows], value[rows], gates[rows], betas[rows]
+        options = {"scaling": 0.25, "epsilon": 1e-6}
+        gated_delta(THREADS, step, *arrays, (rate, bias), states, out, **options)
 
     results = computed(run, states, (3, 16))
-    tokens = sequences(query, key, value, log_decay, beta)
+    decays = decays_of(gates, np.repeat(rate, 16), bias).reshape(TOKENS, 3, 16)
+    beta = torch.sigmoid(torch.from_numpy(betas)).numpy()
+    tokens = sequences(query, key, value, decays, beta)
     for (out, after), slot, arrays in zip(results, SLOTS, tokens, strict=True):
         expected, expected_state = modeling_kimi_linear.recurrent_kimi_delta_attention(
             *arrays,
@@ -185,6 +190,22 @@ def test_delta_attention_is_that_of_kimi_linear() -> None:
         )
         close(out, expected[0])
         close(after, expected_state[0])
+
+
+def test_heads_of_keys_are_shared_by_consecutive_heads_or_by_tiled_ones() -> None:
+    query, key = (numbers(TOKENS, 2, 8, seed=seed) for seed in (1, 2))
+    value, gates = numbers(TOKENS, 4, 16, seed=3), numbers(TOKENS, 4, seed=4)
+    weights, step = (-np.ones(4, np.float32), np.ones(4, np.float32)), step_of(LENS, SLOTS, SLOTS)
+
+    def run(heads: list[int], *, tiled_heads: bool) -> bytes:
+        out, states = np.empty_like(value), states_of(4, 8, 16)
+        arrays = query[:, heads], key[:, heads], value, gates, gates, weights, states, out
+        gated_delta(THREADS, step, *arrays, scaling=1.0, tiled_heads=tiled_heads)
+        return out.tobytes() + states.tobytes()
+
+    assert run([0, 1], tiled_heads=False) == run([0, 0, 1, 1], tiled_heads=False)
+    assert run([0, 1], tiled_heads=True) == run([0, 1, 0, 1], tiled_heads=False)
+    assert run([0, 1], tiled_heads=True) != run([0, 1], tiled_heads=False)
 
 
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.4, 0.9)])
@@ -264,25 +285,22 @@ def test_gated_norms_are_those_of_transformers() -> None:
     tensors = torch.from_numpy(rows), torch.from_numpy(gates)
     heads = [tensor.view(-1, 32) for tensor in tensors]
     cases = [
-        (modeling_qwen3_next.Qwen3NextRMSNormGated(32), heads, {}),
-        (modeling_kimi_linear.KimiLinearRMSNormGated(32), heads, {"function": "sigmoid"}),
-        (
-            modeling_mamba2.MambaRMSNormGated(96, 48),
-            tensors,
-            {"group_size": 48, "is_norm_first": False},
-        ),
+        (modeling_qwen3_next.Qwen3NextRMSNormGated(32), heads, 32, {}),
+        (modeling_kimi_linear.KimiLinearRMSNormGated(32), heads, 32, {"function": "sigmoid"}),
+        (modeling_mamba2.MambaRMSNormGated(96, 48), tensors, 48, {"is_norm_first": False}),
         (
             modeling_falcon_h1.FalconH1RMSNormGated(96, n_groups=3, norm_before_gate=True),
             [tensor[None] for tensor in tensors],
-            {"group_size": 32},
+            32,
+            {},
         ),
     ]
-    for norm, arrays, options in cases:
-        epsilon = norm.variance_epsilon
+    out = np.empty_like(rows)
+    for norm, arrays, group_size, options in cases:
         weight = numbers(len(norm.weight), seed=2)
         norm.weight.data = torch.from_numpy(weight)
-        out = np.empty_like(rows)
-        gated_norm(THREADS, rows, gates, weight, out, epsilon, **options)
+        numbers_of_norm = weight, out, norm.variance_epsilon
+        gated_norm(THREADS, rows, gates, *numbers_of_norm, group_size=group_size, **options)
         with torch.no_grad():
             close(out, norm(*arrays).reshape(50, 96))
 
@@ -298,13 +316,14 @@ def rounded(array: Array) -> Array:
 
 def test_bfloat16_is_float32_that_was_rounded() -> None:
     query, key, value = (rounded(numbers(TOKENS, 2, 16, seed=seed)) for seed in (1, 2, 3))
-    beta, log_decay = rounded(numbers(TOKENS, 2, seed=4)), numbers(TOKENS, 2, seed=5) - 1
+    gates, betas = (rounded(numbers(TOKENS, 2, seed=seed)) for seed in (4, 5))
+    arrays = query, key, value, gates, betas
+    weights = (-np.ones(2, np.float32), np.ones(2, np.float32))
     step, states = step_of(LENS, SLOTS, SLOTS), states_of(2, 16, 16)
     out, half = np.empty((TOKENS, 2, 16), np.float32), np.empty((TOKENS, 2, 16), np.uint16)
     after = states.copy()
-    gated_delta(THREADS, step, query, key, value, log_decay, beta, states, out, scaling=1.0)
-    arrays = (halves(array) for array in (query, key, value))
-    gated_delta(THREADS, step, *arrays, log_decay, halves(beta), after, half, scaling=1.0)
+    gated_delta(THREADS, step, *arrays, weights, states, out, scaling=1.0)
+    gated_delta(THREADS, step, *map(halves, arrays), weights, after, half, scaling=1.0)
     expected = torch.from_numpy(out).to(torch.bfloat16).view(torch.int16).numpy()
     assert half.tobytes() == expected.tobytes()
     assert states.tobytes() == after.tobytes()
@@ -353,8 +372,9 @@ def delta_arrays(**changed: Array) -> dict[str, Array]:
         "query": numbers(3, 2, 4),
         "key": numbers(3, 2, 4),
         "value": numbers(3, 4, 5),
-        "log_decay": -np.ones((3, 4), np.float32),
-        "beta": numbers(3, 4),
+        "decay_gate": numbers(3, 4),
+        "beta_gate": numbers(3, 4),
+        "weights": (-np.ones(4, np.float32), np.ones(4, np.float32)),
         "states": states_of(4, 4, 5),
         "out": np.full((3, 4, 5), 7, np.float32),
     }
@@ -365,14 +385,13 @@ def delta_arrays(**changed: Array) -> dict[str, Array]:
     ("name", "array"),
     [
         ("query", numbers(3, 2, 5)),
-        ("query", numbers(4, 2, 4)),
+        ("key", numbers(4, 2, 4)),
         ("key", numbers(3, 1, 4)),
-        ("key", halves(numbers(3, 2, 4))),
+        ("key", np.zeros((3, 2, 4), np.uint16)),
         ("value", numbers(3, 4, 4)),
         ("value", numbers(3, 5, 4).swapaxes(1, 2)),
-        ("log_decay", numbers(3, 4, 5)),
-        ("log_decay", numbers(3, 2)),
-        ("beta", numbers(3, 2)),
+        ("decay_gate", numbers(3, 16)),
+        ("beta_gate", numbers(3, 2)),
         ("states", states_of(4, 4, 5).astype(np.float64)),
         ("states", states_of(4, 5, 4).swapaxes(2, 3)),
         ("out", np.full((3, 4, 4), 7, np.float32)),
@@ -385,6 +404,14 @@ def test_arrays_of_a_delta_rule_that_do_not_fit_are_named(name: str, array: Arra
         gated_delta(THREADS, step_of((1, 2), (-1, 0), (1, 0)), **arrays, scaling=1.0)
     assert (arrays["states"] == states).all()
     assert (arrays["out"] == out).all()
+
+
+@pytest.mark.parametrize(("rate", "bias"), [(3, 4), (4, 3), (4, 8)])
+def test_weights_of_a_delta_rule_that_do_not_fit_are_named(rate: int, bias: int) -> None:
+    arrays = delta_arrays(weights=(numbers(rate), numbers(bias)))
+    name = "dt_bias" if rate == 4 else "rate"
+    with pytest.raises(BufferError, match=f"array {name} has shape"):
+        gated_delta(THREADS, step_of((1, 2), (-1, 0), (1, 0)), **arrays, scaling=1.0)
 
 
 def test_slots_and_heads_that_are_not_there_are_named() -> None:

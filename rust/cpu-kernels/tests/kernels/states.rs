@@ -6,8 +6,9 @@ use std::ops::Range;
 use crate::functions::activated;
 use crate::levels::{Tests, all};
 use cpu_kernels::{
-    Activation, Attention, ConvRows, DeltaOptions, DeltaRows, DeltaShape, Element, Error,
-    GateFunction, GatedNorm, Isa, Mamba2Shape, MambaRows, MambaWeights, Rows, ShortConv, StateStep,
+    Activation, Attention, ConvRows, DeltaLayer, DeltaRows, DeltaShape, Element, Error,
+    GateFunction, GatedNorm, Isa, KeySharing, Mamba2Shape, MambaRows, MambaWeights, Rows,
+    ShortConv, StateStep,
 };
 
 /// New tokens of the sequences of a step, the slots of their initial states, and of the final ones.
@@ -299,29 +300,26 @@ fn convolutions_are_near_the_exact_numbers(isa: Isa) {
 struct Delta {
     fused: Fused,
     shape: DeltaShape,
-    options: DeltaOptions,
-    log_decay: Vec<f32>,
+    rate: Vec<f32>,
+    dt_bias: Vec<f32>,
+    beta_scale: f32,
+    epsilon: Option<f32>,
 }
+
+const SCALING: f32 = 0.5;
 
 impl Delta {
     fn new(shape: DeltaShape, is_per_number: bool, epsilon: Option<f32>) -> Self {
         let (keys, heads) = (shape.key_heads * shape.key_dim, shape.value_heads);
-        let per_row = heads * if is_per_number { shape.key_dim } else { 1 };
-        let rows = LENS.iter().sum::<usize>();
-        let decays = numbers(rows * per_row, 77);
+        let decays = heads * if is_per_number { shape.key_dim } else { 1 };
         Self {
-            fused: Fused::new(&[keys, keys, heads * shape.value_dim, heads]),
+            fused: Fused::new(&[keys, keys, heads * shape.value_dim, decays, heads]),
             shape,
-            options: DeltaOptions {
-                scaling: 0.5,
-                epsilon,
-            },
-            log_decay: decays.iter().map(|it| 0.5 * it - 0.5).collect(),
+            rate: numbers(heads, 5).iter().map(|it| it - 1.5).collect(),
+            dt_bias: numbers(decays, 6),
+            beta_scale: 1.0,
+            epsilon,
         }
-    }
-
-    fn per_row(&self) -> usize {
-        self.log_decay.len() / LENS.iter().sum::<usize>()
     }
 }
 
@@ -341,15 +339,21 @@ impl Layer for Delta {
     ) -> Result<(), Error> {
         let memory = self.fused.narrow::<E>();
         let array = |number| self.fused.rows(&memory, number, &rows);
-        let per_row = self.per_row();
         let rows = DeltaRows {
             query: array(0),
             key: array(1),
             value: array(2),
-            beta: array(3),
-            log_decay: &self.log_decay[rows.start * per_row..rows.end * per_row],
+            decay_gate: array(3),
+            beta_gate: array(4),
         };
-        attention.gated_delta(step, &self.shape, &rows, &self.options, states, out)
+        let layer = DeltaLayer {
+            rate: &self.rate,
+            dt_bias: &self.dt_bias,
+            beta_scale: self.beta_scale,
+            scaling: SCALING,
+            epsilon: self.epsilon,
+        };
+        attention.gated_delta(step, &self.shape, &rows, &layer, states, out)
     }
 
     fn exact(&self, row: usize, state: &mut [f64]) -> Vec<f64> {
@@ -358,28 +362,34 @@ impl Layer for Delta {
             value_heads,
             key_dim,
             value_dim,
+            sharing,
         } = self.shape;
         let read = |array: usize, head: usize| {
             let head = wide(&self.fused.row(array, row)[head * key_dim..][..key_dim]);
             let squares = head.iter().map(|it| it * it).sum::<f64>();
             let length = self
-                .options
                 .epsilon
                 .map_or(1.0, |it| (squares + f64::from(it)).sqrt());
             head.iter().map(|it| it / length).collect::<Vec<_>>()
         };
-        let beta = wide(self.fused.row(3, row));
-        let log_decay = wide(&self.log_decay[row * self.per_row()..][..self.per_row()]);
+        let gates = wide(self.fused.row(3, row));
+        let betas = wide(self.fused.row(4, row));
         let mut out = vec![];
         for head in 0..value_heads {
-            let key_head = head * key_heads / value_heads;
+            let key_head = match sharing {
+                KeySharing::Consecutive => head * key_heads / value_heads,
+                KeySharing::Tiled => head % key_heads,
+            };
+            let beta = f64::from(self.beta_scale) / (1.0 + (-betas[head]).exp());
             let (query, key) = (read(0, key_head), read(1, key_head));
             let state = &mut state[head * key_dim * value_dim..][..key_dim * value_dim];
             for (at, number) in state.iter_mut().enumerate() {
-                *number *= match log_decay.len() == value_heads {
-                    true => log_decay[head].exp(),
-                    false => log_decay[head * key_dim + at / value_dim].exp(),
+                let gate = match gates.len() == value_heads {
+                    true => head,
+                    false => head * key_dim + at / value_dim,
                 };
+                let step = softplus(gates[gate] + f64::from(self.dt_bias[gate]));
+                *number *= (f64::from(self.rate[head]) * step).exp();
             }
             for lane in 0..value_dim {
                 let answer = |key: &[f64], state: &[f64]| {
@@ -387,14 +397,25 @@ impl Layer for Delta {
                     terms.map(|(key, number)| key * number).sum::<f64>()
                 };
                 let value = f64::from(self.fused.row(2, row)[head * value_dim + lane]);
-                let delta = beta[head] * (value - answer(&key, state));
+                let delta = beta * (value - answer(&key, state));
                 for (key, number) in key.iter().zip(state[lane..].iter_mut().step_by(value_dim)) {
                     *number += key * delta;
                 }
-                out.push(f64::from(self.options.scaling) * answer(&query, state));
+                out.push(f64::from(SCALING) * answer(&query, state));
             }
         }
         out
+    }
+}
+
+fn delta_shape(sizes: [usize; 4], sharing: KeySharing) -> DeltaShape {
+    let [key_heads, value_heads, key_dim, value_dim] = sizes;
+    DeltaShape {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        sharing,
     }
 }
 
@@ -406,25 +427,12 @@ fn delta_rules_are_near_the_exact_numbers(isa: Isa) {
         ([2, 2, 32, 32], true),
         ([1, 2, 7, 115], true),
     ] {
-        let [key_heads, value_heads, key_dim, value_dim] = sizes;
-        let shape = DeltaShape {
-            key_heads,
-            value_heads,
-            key_dim,
-            value_dim,
-        };
+        let shape = delta_shape(sizes, KeySharing::Consecutive);
         check(&Delta::new(shape, is_per_number, Some(1e-6)), isa);
     }
-    let mut plain = Delta::new(
-        DeltaShape {
-            key_heads: 1,
-            value_heads: 1,
-            key_dim: 2,
-            value_dim: 48,
-        },
-        false,
-        None,
-    );
+    let shape = delta_shape([2, 4, 2, 48], KeySharing::Tiled);
+    let mut plain = Delta::new(shape, false, None);
+    plain.beta_scale = 1.5;
     plain.fused.memory.iter_mut().for_each(|it| *it *= 0.5);
     check(&plain, isa);
 }
@@ -578,33 +586,6 @@ fn selective_state_spaces_are_near_the_exact_numbers(isa: Isa) {
     }
 }
 
-fn decays_are_near_the_exact_numbers(isa: Isa) {
-    for (heads, dim) in [(3, 1), (4, 130)] {
-        let (count, size) = (50, heads * dim);
-        let fused = Fused::new(&[size, 3]);
-        let (dt_bias, rate) = (numbers(size, 4), numbers(heads, 9));
-        let compute = |isa, threads| {
-            let mut out = vec![f32::NAN; count * size];
-            let rows = fused.rows(&fused.memory, 0, &(0..count));
-            let attention = attention(isa, threads);
-            attention
-                .log_decays(rows, &dt_bias, &rate, &mut out)
-                .expect("it fits");
-            out
-        };
-        let actual = compute(isa, 1);
-        assert!(bits(&actual) == bits(&compute(isa, 3)));
-        assert!(bits(&actual) == bits(&compute(Isa::Portable, 2)));
-        for (row, actual) in actual.chunks(size).enumerate() {
-            let terms = fused.row(0, row).iter().zip(&dt_bias);
-            for (at, (actual, (number, bias))) in actual.iter().zip(terms).enumerate() {
-                let step = softplus(f64::from(*number) + f64::from(*bias));
-                near(*actual, -f64::from(rate[at / dim]) * step);
-            }
-        }
-    }
-}
-
 fn check_gated_norm<E: Element>(isa: Isa, sizes: [usize; 3]) {
     let [group_size, weight, width] = sizes;
     let (count, epsilon) = (90, 1e-5);
@@ -640,9 +621,9 @@ fn check_gated_norm<E: Element>(isa: Isa, sizes: [usize; 3]) {
         let alone = (0..count).flat_map(|row| compute(isa, 2, row..row + 1));
         assert!(bits(&actual) == bits(&alone.collect::<Vec<_>>()));
         for (row, actual) in actual.chunks(width).enumerate() {
-            let factor = |gate: f64| match gate_is_silu(&norm) {
-                true => silu(gate),
-                false => 1.0 / (1.0 + (-gate).exp()),
+            let factor = |gate: f64| match norm.gate {
+                GateFunction::Silu => silu(gate),
+                GateFunction::Sigmoid => 1.0 / (1.0 + (-gate).exp()),
             };
             let factors: Vec<f64> = wide(fused.row(1, row)).into_iter().map(factor).collect();
             let mut numbers = wide(fused.row(0, row));
@@ -673,10 +654,6 @@ fn check_gated_norm<E: Element>(isa: Isa, sizes: [usize; 3]) {
             }
         }
     }
-}
-
-fn gate_is_silu<E>(norm: &GatedNorm<'_, E>) -> bool {
-    norm.gate == GateFunction::Silu
 }
 
 fn gated_norms_are_near_the_exact_numbers(isa: Isa) {
@@ -721,13 +698,11 @@ fn check_refusals(layer: &impl Layer) {
 }
 
 fn delta() -> Delta {
-    let shape = DeltaShape {
-        key_heads: 2,
-        value_heads: 4,
-        key_dim: 4,
-        value_dim: 4,
-    };
-    Delta::new(shape, true, None)
+    Delta::new(
+        delta_shape([2, 4, 4, 4], KeySharing::Consecutive),
+        true,
+        None,
+    )
 }
 
 fn conv() -> Conv {
@@ -811,7 +786,6 @@ pub(crate) fn add(tests: &mut Tests) {
         convolutions_are_near_the_exact_numbers,
         delta_rules_are_near_the_exact_numbers,
         selective_state_spaces_are_near_the_exact_numbers,
-        decays_are_near_the_exact_numbers,
         gated_norms_are_near_the_exact_numbers
     );
     once!(
