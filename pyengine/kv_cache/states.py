@@ -11,14 +11,14 @@ state after its last one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from pyengine.errors import ConfigurationError
-from pyengine.utils.devices import Device, for_torch
-from pyengine.utils.dtypes import STORED, DType, itemsize, torch_dtype
+from pyengine.kv_cache.pool_memory import PoolMemory
+from pyengine.utils.devices import Device
+from pyengine.utils.dtypes import DType, itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,14 @@ class StateSpec:
     recurrent: StateArray | None = None
 
     @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """All of them."""
+        return (self.conv,) if self.recurrent is None else (self.conv, self.recurrent)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes per slot."""
-        return self.conv.num_bytes + (0 if self.recurrent is None else self.recurrent.num_bytes)
+        return sum(array.num_bytes for array in self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +86,17 @@ class StateInputs:
 
 
 class StatePool:
-    """The states of every layer: `layers[i]` has the arrays of `specs[i]`, zeros at first.
+    """The states of every layer, zeros at first.
 
-    In host memory they are NumPy's (`uint16` holds the bits of bfloat16), with `tensors` or on
-    another device torch's. Raises `ConfigurationError` if the memory cannot be allocated.
+    Raises `ConfigurationError` if the memory cannot be allocated.
     """
 
-    def __init__(
-        self, specs: Sequence[StateSpec], num_slots: int, device: Device, *, tensors: bool = False
-    ) -> None:
+    def __init__(self, specs: Sequence[StateSpec], num_slots: int, device: Device) -> None:
         self.specs, self.num_slots, self.device = tuple(specs), num_slots, device
-        self._has_tensors = tensors or device.type != "cpu"
+        arrays = [array for spec in self.specs for array in spec.arrays]
         try:
-            self.layers = [self._allocated(spec) for spec in self.specs]
+            shapes = [(array.shape, array.dtype) for array in arrays]
+            self._memory = PoolMemory(shapes, num_slots, device)
         except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
             raise ConfigurationError(
                 f"{num_slots} states of {self.bytes_per_slot} bytes could not be allocated on "
@@ -105,22 +108,21 @@ class StatePool:
         """Bytes of one state of all layers."""
         return sum(spec.num_bytes for spec in self.specs)
 
+    @cached_property
+    def layers(self) -> list[LayerState]:
+        """The arrays of each layer in the host's memory; for the CPU."""
+        return self._by_layer(self._memory.arrays)
+
+    @cached_property
+    def tensors(self) -> list[LayerState]:
+        """The tensors of each layer, for torch; on the CPU over the memory of `layers`."""
+        return self._by_layer(self._memory.tensors)
+
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states of all layers, (source, destination): all are read before any is written."""
-        sources, destinations = map(list, zip(*copies, strict=True)) if copies else ([], [])
-        for layer in self.layers:
-            for array in (layer.conv, layer.recurrent):
-                if array is not None and copies:
-                    array[destinations] = array[sources]
+        if copies and self.specs:
+            self._memory.copy_blocks(copies)
 
-    def _allocated(self, spec: StateSpec) -> LayerState:
-        conv = self._zeros(spec.conv)
-        return LayerState(conv, None if spec.recurrent is None else self._zeros(spec.recurrent))
-
-    def _zeros(self, array: StateArray) -> Any:
-        shape = (self.num_slots, *array.shape)
-        if not self._has_tensors:
-            return np.zeros(shape, STORED[array.dtype])
-        import torch
-
-        return torch.zeros(shape, dtype=torch_dtype(array.dtype), device=for_torch(self.device))
+    def _by_layer(self, arrays: Sequence[Any]) -> list[LayerState]:
+        left = iter(arrays)
+        return [LayerState(*(next(left) for _ in spec.arrays)) for spec in self.specs]

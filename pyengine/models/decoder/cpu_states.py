@@ -3,8 +3,6 @@
 A token has the same bits in every batch, and however its sequence is divided into steps.
 """
 
-from typing import TYPE_CHECKING, Protocol
-
 import numpy as np
 
 from pyengine.cpu import (
@@ -12,7 +10,6 @@ from pyengine.cpu import (
     CpuStateStep,
     gated_delta,
     gated_norm,
-    log_decays,
     mamba,
     mamba2,
     short_conv,
@@ -34,21 +31,11 @@ _MIN_NORM = 1e-6
 """Added to the square of a query's or a key's norm, as in flash-linear-attention."""
 
 
-if TYPE_CHECKING:
-
-    class _Kernels(Protocol):
-        """The operations of `CpuKernels` that these need."""
-
-        threads: CpuAttention
-
-        def sigmoid(self, rows: Rows) -> Rows: ...
-        def multiplied(self, rows: Rows, factors: Rows | float) -> Rows: ...
-
-
 class CpuStates:
     """The part of `Kernels` for recurrent layers."""
 
     __slots__ = ()
+    threads: CpuAttention
 
     def exact_array(self, weight: Weight, *, is_log: bool = False) -> Floats:
         """See `Kernels.exact_array`."""
@@ -66,7 +53,7 @@ class CpuStates:
         return CpuStateStep(query_start_loc=starts, sources=sources, slots=slots)
 
     def short_conv(
-        self: "_Kernels",
+        self,
         rows: Rows,
         weights: ConvWeights,
         state: LayerState,
@@ -89,42 +76,31 @@ class CpuStates:
         return out
 
     def gated_delta(
-        self: "_Kernels",
+        self,
         rows: tuple[Rows, Rows, Rows, Rows, Rows],
         weights: DeltaWeights,
         state: LayerState,
         sequences: CpuStateStep,
     ) -> Rows:
         """See `Kernels.gated_delta`."""
-        query, key, value, gate, rate_gate = rows
-        if weights.tiled_heads:
-            copies = (1, value.shape[1] // key.shape[1], 1)
-            query, key = np.tile(query, copies), np.tile(key, copies)
-        decay: Floats = np.empty(gate.shape, np.float32)
-        log_decays(self.threads, gate, weights.bias, -weights.rate, decay)
-        if gate.shape[1] != value.shape[1]:
-            decay = decay.reshape(len(value), value.shape[1], -1)
-        rate = self.sigmoid(rate_gate)
-        if weights.beta_scale != 1.0:
-            rate = self.multiplied(rate, weights.beta_scale)
+        value = rows[2]
         out = np.empty(value.shape, value.dtype)
         gated_delta(
             self.threads,
             sequences,
-            query,
-            key,
-            value,
-            decay,
-            rate,
+            *rows,
+            (weights.rate, weights.bias),
             state.recurrent,
             out,
-            scaling=key.shape[2] ** -0.5,
+            scaling=rows[1].shape[2] ** -0.5,
             epsilon=_MIN_NORM,
+            beta_scale=weights.beta_scale,
+            tiled_heads=weights.tiled_heads,
         )
         return out
 
     def mamba(
-        self: "_Kernels",
+        self,
         rows: tuple[Rows, Rows, Rows, Rows],
         weights: MambaWeights,
         state: LayerState,
@@ -140,7 +116,7 @@ class CpuStates:
         run(self.threads, sequences, *rows, numbers, state.recurrent, out, gate=gate)
         return out
 
-    def gated_norm(self: "_Kernels", rows: Rows, gate: Rows, weights: GatedNormWeights) -> Rows:
+    def gated_norm(self, rows: Rows, gate: Rows, weights: GatedNormWeights) -> Rows:
         """See `Kernels.gated_norm`."""
         norm, out = weights.norm, np.empty(rows.shape, rows.dtype)
         gated_norm(

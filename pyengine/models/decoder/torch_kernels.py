@@ -334,8 +334,8 @@ class TorchKernels(TorchStates):
 
     def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> torch.Tensor:
         """See `Kernels.factors`."""
-        values = torch.tensor(numbers, dtype=self.dtype, device=self.device)
-        return values.repeat_interleave(torch.tensor(sizes, device=self.device))
+        values = torch.from_numpy(np.repeat(np.array(numbers, np.float32), sizes))
+        return torch.empty(values.shape, dtype=self.dtype, device=self.device).copy_(values)
 
     def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of a weight's numbers."""

@@ -66,7 +66,9 @@ class TorchStates:
         if weights.tiled_heads:
             query, key = (part.repeat(1, shared, 1) for part in (query, key))
         else:
-            query, key = (part.repeat_interleave(shared, 1) for part in (query, key))
+            query, key = (
+                part.repeat_interleave(shared, 1, output_size=heads) for part in (query, key)
+            )
         query = query * key.shape[2] ** -0.5
         opened = F.softplus(gate + weights.bias).reshape(len(value), heads, -1)
         decay = (weights.rate[:, None] * opened).exp()
@@ -98,8 +100,11 @@ class TorchStates:
             c, skipped = c[:, :, None], weights.skip * x
         else:
             decay = (time * weights.rate).exp()[:, :, None, None]
-            shared = x.shape[1] // b.shape[1]
-            b, c = (part.repeat_interleave(shared, 1)[:, :, :, None] for part in (b, c))
+            heads, shared = x.shape[1], x.shape[1] // b.shape[1]
+            b, c = (
+                part.repeat_interleave(shared, 1, output_size=heads)[:, :, :, None]
+                for part in (b, c)
+            )
             changes = b * (time[:, :, None] * x)[:, :, None, :]
             skipped = weights.skip[:, None] * x
         out = torch.empty_like(x)

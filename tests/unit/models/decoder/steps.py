@@ -52,9 +52,7 @@ class Runner:
         groups = choose_layer_groups(spec.windows, specs, _LONGEST)
         self.pool = KVPool(specs, _NUM_BLOCKS, BLOCK, CPU, groups)
         self.backend = backend(self.pool)
-        self.states = StatePool(
-            spec.state_specs, _NUM_SLOTS, CPU, tensors=backend is not CpuBackend
-        )
+        self.states = StatePool(spec.state_specs, _NUM_SLOTS, CPU)
         self._free = np.random.default_rng(0).permutation(_NUM_BLOCKS).tolist()
         self._free_slots = np.random.default_rng(1).permutation(_NUM_SLOTS).tolist()
 
@@ -99,7 +97,9 @@ class Runner:
             for name in ("source", "slot")
         )
         starts = inputs.host_query_start_loc
-        return StateInputs(starts, sources, slots, self.states.layers)
+        takes_arrays = isinstance(self.backend, CpuBackend)
+        layers = self.states.layers if takes_arrays else self.states.tensors
+        return StateInputs(starts, sources, slots, layers)
 
     def _inputs(self, chunks: Sequence[tuple[Running, int]]) -> StepInputs:
         spans = [(seq, range(seq.computed, seq.computed + count)) for seq, count in chunks]

@@ -92,7 +92,7 @@ def test_a_state_that_is_not_kept_leaves_its_slot(saved: Saved, prompts: list[li
     sequence = runner.add(prompts[0])
     slot, sequence.slot = sequence.slot, -1
     runner.step((sequence, 5))
-    for layer in runner.states.layers:
+    for layer in runner.states.tensors:
         assert not layer.conv[slot].any()
         assert not layer.recurrent[slot].any()
 
