@@ -24,9 +24,9 @@ class _Header:
     keys: HeaderKeys
     shapes: Mapping[str, tuple[int, ...]]
 
-    def needed(self, key: str, *, low: int = 1) -> int:
+    def needed(self, key: str, *, low: int = 1, high: int = 2**31 - 1) -> int:
         """A count that must be there."""
-        value = self.keys.count(key, low=low)
+        value = self.keys.count(key, low=low, high=high)
         if value is None:
             raise ModelLoadError(f"{self.keys.path} does not say {self.keys.full_name(key)}")
         return value
@@ -59,7 +59,7 @@ class _Header:
 
 def _common(header: _Header) -> Settings:
     """What the headers of all architectures say."""
-    keys, layers = header.keys, header.needed(".block_count")
+    keys, layers = header.keys, header.needed(".block_count", high=_MAX_LAYERS)
     speculating = keys.count(".nextn_predict_layers", low=0) or 0
     layers -= speculating
     if layers < 1:
@@ -317,6 +317,7 @@ def _periodic(header: _Header, kind: str, flags: list[bool]) -> Settings:
     return {f"{kind}_layer_period": period, f"{kind}_layer_offset": first}
 
 
+_MAX_LAYERS = 4096
 _EXPECTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (".attention.causal", (True,), "makes a model that embeds texts"),
     (".attention.sliding_window", (0,), "is a window, which is not supported"),

@@ -37,17 +37,31 @@ TINY = {
 """Models by the architecture of their files; what follows a hyphen of Granite is for tests."""
 
 
-def write(path: Path, architecture: str, model: Any, *, kind: str = "F32") -> None:
-    """Write `model` to `path`; `kind` is the type of its matrices."""
+def write(
+    path: Path,
+    architecture: str,
+    model: Any,
+    *,
+    kind: str = "F32",
+    values: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> list[str]:
+    """Write `model` to `path`; returns the keys of the architecture.
+
+    `kind` is the type of its matrices; `values` are other values of keys, None: without it;
+    `extra` are more tensors.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     name = architecture.removesuffix("-dense")
     writer = GGUFWriter(path, name)
-    for key, value in _keys(name, model.config).items():
-        add_value(writer, f"{name}.{key}", value)
+    keys = _keys(name, model.config) | (values or {})
+    for key, value in keys.items():
+        if value is not None:
+            add_value(writer, f"{name}.{key}", value)
     add_value(writer, "tokenizer.ggml.model", "gpt2")
     add_value(writer, "tokenizer.ggml.tokens", [f"t{number}" for number in range(VOCABULARY)])
-    for key, numbers in _tensors(name, model).items():
+    for key, numbers in (_tensors(name, model) | (extra or {})).items():
         is_float = numbers.ndim == 1 or "_inp." in key or "conv" in key.split(".")[-2]
         is_float |= key.endswith(("ssm_a", "ssm_d")) or "norm" in key
         to = GGMLQuantizationType["F32" if is_float or numbers.shape[-1] % 32 else kind]
@@ -57,6 +71,7 @@ def write(path: Path, architecture: str, model: Any, *, kind: str = "F32") -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return list(keys)
 
 
 def _keys(name: str, config: Any) -> dict[str, Any]:
