@@ -80,9 +80,9 @@ def test_a_sequence_continues_from_a_copied_state_with_the_same_bits(
 
 
 @every_model
-def test_bfloat16_is_as_close_to_float32_as_with_torch(
-    tiny: Tiny, saved: Saved, prompts: list[list[int]]
-) -> None:
+def test_bfloat16_is_as_close_to_float32_as_with_torch(tiny: Tiny, saved: Saved) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 101, (60,), generator=generator).tolist() for _ in range(4)]
     folder, kind, logits = saved(tiny)[0], torch.bfloat16, []
     by_torch = Runner(open_model(folder).decoder(TorchKernels(CPU, kind)), dtype=kind)
     exact = Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32)))
