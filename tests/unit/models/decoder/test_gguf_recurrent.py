@@ -46,7 +46,7 @@ def test_the_cpu_multiplies_by_the_formats_of_the_file(
     kernels = CpuKernels(kernel_threads(torch.get_num_threads()))
     actual = logits(path, kernels, CpuBackend)
     floats = logits(path, TorchKernels(CPU, torch.float32))
-    limit = 1e-4 if kind == "F16" else 0.05
+    limit = 1e-4 if kind == "F16" else 0.1
     # A median: of rows whose experts change, errors say nothing.
     errors = (actual - floats).norm(dim=1) / floats.norm(dim=1)
     assert errors.median() <= limit
