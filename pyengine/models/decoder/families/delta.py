@@ -168,6 +168,7 @@ def _kimi_linear(settings: Settings) -> DecoderSpec:
     section = settings.section("linear_attn_config")
     keys = ["linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"]
     if section is not None:
+        settings.pass_over(dict.fromkeys(keys, "linear_attn_config has them"))
         sizes, keys = section, ["head_dim", "num_heads", "short_conv_kernel_size"]
     size, heads, positions = (sizes.integer(key) for key in keys)
     delta = DeltaAttention(

@@ -411,7 +411,7 @@ FAMILIES = (
             ),
             **dict.fromkeys(("chunk_size", "mamba_ssm_cache_dtype"), "states do not depend on it"),
             **dict.fromkeys(("expand", "n_shared_experts", "moe_shared_expert_overlap"), NOT_READ),
-            **dict.fromkeys(("rms_norm_eps", "hidden_act", "mlp_hidden_act"), NOT_READ),
+            **dict.fromkeys(("rms_norm_eps", "hidden_act"), NOT_READ),
             **dict.fromkeys(
                 ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
                 "no head rotates",
