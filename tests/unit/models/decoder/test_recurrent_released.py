@@ -1,5 +1,6 @@
 """Configurations as released files of families with states have them, in the keys of their year."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -285,8 +286,6 @@ def read(name: str) -> DecoderSpec:
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_older_keys_mean_what_transformers_reads(name: str) -> None:
-    from dataclasses import replace
-
     spec = read(name)
     written = spec_of(newest(RELEASED[name]), "newest")
     assert replace(spec, saved_dtype=written.saved_dtype) == written
@@ -298,14 +297,8 @@ def test_sizes_are_those_of_the_models() -> None:
     assert lfm2.layers[0].mixer == ShortConv(width=2048, convolution=3)
     assert lfm2.layers[0].feed_forward.size == 8192  # type: ignore[union-attr]
     assert granite.layers[5].attention.rotary is None  # type: ignore[union-attr]
-    assert isinstance(granite.layers[0].mixer, Mamba2) and granite.recurrent[:6] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        6,
-    ]
+    assert isinstance(granite.layers[0].mixer, Mamba2)
+    assert granite.recurrent[:6] == [0, 1, 2, 3, 4, 6]
     assert isinstance(granite.layers[0].feed_forward, Experts)
     assert len(nemotron.layers) == 56 and len(nemotron.cached) == 4
     assert [layer.mixer is None for layer in nemotron.layers].count(True) == 25
