@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p cpu-kernels --example states [THREADS [LINES [LEVEL]]]`
 //!
-//! A line is a kernel in a step: the median of its microseconds a layer at each level, and the bytes of states that it reads
+//! A line is a kernel in a step: the least of its microseconds a layer at each level, and the bytes of states that it reads
 //! and writes a second. Each layer has its own states, which are read from memory. The first line copies as many.
 
 use std::time::Instant;
@@ -70,6 +70,7 @@ fn main() {
             |_, _, states| {
                 let (first, second) = states.split_at_mut(states.len() / 2);
                 second.copy_from_slice(first);
+                first.copy_from_slice(second);
             },
         );
         measure(
@@ -190,7 +191,9 @@ fn measure(
         return;
     }
     let layers = (MAX_NUMBERS / (count * size)).clamp(1, MAX_LAYERS);
-    let mut states = vec![0.1; layers * count * size];
+    let mut memory = vec![0.1f32; layers * count * size + 16];
+    let first = memory.as_ptr().align_offset(64);
+    let states = &mut memory[first..][..layers * count * size];
     let mut times = vec![vec![]; kernels.len()];
     for _ in 0..ROUNDS {
         for ((_, kernel), times) in kernels.iter().zip(&mut times) {
@@ -202,9 +205,8 @@ fn measure(
         }
     }
     print!("{name}:");
-    for ((isa, _), times) in kernels.iter().zip(&mut times) {
-        times.sort_by(f64::total_cmp);
-        let time = times[ROUNDS / 2];
+    for ((isa, _), times) in kernels.iter().zip(&times) {
+        let time = times.iter().copied().fold(f64::INFINITY, f64::min);
         let rate = (8 * count * size) as f64 / time / 1e9;
         print!(" {} {:.1} ({rate:.1}),", isa.name(), 1e6 * time);
     }

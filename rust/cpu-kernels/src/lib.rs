@@ -1,6 +1,7 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
 //! embeddings, norms, activations, linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]),
-//! and the choice of tokens by their logits ([`Draws`]).
+//! recurrent layers ([`Attention::gated_delta`], [`Attention::mamba2`], [`Attention::short_conv`]), and the choice of tokens
+//! by their logits ([`Draws`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -30,6 +31,9 @@
 //!   few, with the same bits.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
+//! * **A state depends on its sequence alone.** Recurrent layers compute tokens one after another, so a state and the
+//!   outputs have the same bits however the sequence is cut into steps ([`StateStep`]). A lane is an output: nothing is
+//!   added up across lanes.
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
 //!   [`Error`] that names the value, and nothing has been written then.
 //!
