@@ -15,6 +15,7 @@ __all__ = [
     "CpuAttention",
     "CpuCache",
     "CpuError",
+    "CpuStateStep",
     "CpuStep",
     "HandleError",
     "PackedWeight",
@@ -24,12 +25,17 @@ __all__ = [
     "add_rows",
     "draw_tokens",
     "gate_rows",
+    "gated_delta",
+    "gated_norm",
     "largest_logits",
     "limit_threads",
+    "mamba",
+    "mamba2",
     "map_rows",
     "norm_rows",
     "quantise_groups",
     "quantise_q8_0",
+    "short_conv",
     "token_logprobs",
 ]
 
@@ -116,6 +122,82 @@ def gate_rows(
     out: _AnyArray,
     activation: str = "silu",
     clamped: tuple[float, float] | None = None,
+) -> None: ...
+
+@final
+class CpuStateStep:
+    def __new__(cls, *, query_start_loc: _Array, sources: _Array, slots: _Array) -> Self: ...
+
+def short_conv(
+    threads: CpuAttention,
+    step: CpuStateStep,
+    x: _AnyArray,
+    weight: _Floats,
+    states: _Floats,
+    out: _AnyArray,
+    *,
+    bias: _Floats | None = None,
+    activation: str | None = None,
+    gates: tuple[_AnyArray, _AnyArray] | None = None,
+) -> None: ...
+def gated_delta(
+    threads: CpuAttention,
+    step: CpuStateStep,
+    query: _AnyArray,
+    key: _AnyArray,
+    value: _AnyArray,
+    decay_gate: _AnyArray,
+    beta_gate: _AnyArray,
+    weights: tuple[_Floats, _Floats],
+    states: _Floats,
+    out: _AnyArray,
+    *,
+    scaling: float,
+    epsilon: float | None = None,
+    beta_scale: float = 1.0,
+    tiled_heads: bool = False,
+) -> None: ...
+
+_MambaWeights: TypeAlias = tuple[_Floats, _Floats, _Floats]
+
+def mamba2(
+    threads: CpuAttention,
+    step: CpuStateStep,
+    x: _AnyArray,
+    dt: _AnyArray,
+    b: _AnyArray,
+    c: _AnyArray,
+    weights: _MambaWeights,
+    states: _Floats,
+    out: _AnyArray,
+    *,
+    gate: _AnyArray | None = None,
+    dt_limits: tuple[float, float] = ...,
+) -> None: ...
+def mamba(
+    threads: CpuAttention,
+    step: CpuStateStep,
+    x: _AnyArray,
+    dt: _AnyArray,
+    b: _AnyArray,
+    c: _AnyArray,
+    weights: _MambaWeights,
+    states: _Floats,
+    out: _AnyArray,
+    *,
+    gate: _AnyArray | None = None,
+) -> None: ...
+def gated_norm(
+    threads: CpuAttention,
+    rows: _AnyArray,
+    gates: _AnyArray,
+    weight: _AnyArray,
+    out: _AnyArray,
+    epsilon: float,
+    *,
+    group_size: int | None = None,
+    function: str = "silu",
+    is_norm_first: bool = True,
 ) -> None: ...
 def quantise_groups(
     threads: CpuAttention,

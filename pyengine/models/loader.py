@@ -276,6 +276,11 @@ def _opened(
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
+            if opened.spec.recurrent:
+                raise ModelLoadError(
+                    f"{source.name} keeps a recurrent state, which a paged KV cache does not hold: "
+                    "this model is not supported"
+                )
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
             yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)

@@ -24,7 +24,8 @@ TORCH_MODULES = frozenset(
         *("kernels/gate", "kernels/grouped_linear", "kernels/kv_write", "kernels/masks"),
         *("kernels/operators", "kernels/rotation", "models/decoder/compiled_kernels"),
         *("models/decoder/cuda_kernels", "models/decoder/float8", "models/decoder/grouped"),
-        *("models/decoder/torch_kernels", "models/fallback", "models/tensor_model"),
+        *("models/decoder/torch_kernels", "models/decoder/torch_states", "models/fallback"),
+        "models/tensor_model",
         "sampling/tensor_operations",
     )
 )

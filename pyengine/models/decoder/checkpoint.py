@@ -59,6 +59,10 @@ class StoredTensor:
     rows: slice | None = None
     columns: slice | None = None
 
+    def reshaped(self, shape: tuple[int, ...]) -> "StoredTensor":
+        """The same numbers in another shape."""
+        return replace(self, shape=shape)
+
     def transposed(self) -> "StoredTensor":
         """The same tensor, read the other way around."""
         return replace(self, is_transposed=True)
@@ -204,6 +208,11 @@ class Tensors:
     def has(self, name: str) -> bool:
         """True if the files have a tensor of this name."""
         return name in self._tensors
+
+    def has_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """True if the files have a tensor of this name and shape."""
+        tensor = self._tensors.get(name)
+        return tensor is not None and tensor.shape == shape
 
     def first_of(self, pattern: str) -> str | None:
         """The first tensor whose name begins as `pattern` says, if there is one."""

@@ -25,6 +25,7 @@ from pyengine.models.decoder.cpu_products import (
     ReusedMemory,
     laid_out,
 )
+from pyengine.models.decoder.cpu_states import CpuStates
 from pyengine.models.decoder.float_products import (
     GATES,
     FloatTable,
@@ -55,8 +56,6 @@ from pyengine.utils.dtypes import Rows, rounded, widened
 
 if TYPE_CHECKING:
     from pyengine.attention.cpu import CpuMetadata
-
-_MIN_SUM = np.float32(1e-20)
 
 
 class CpuLayerAttention:
@@ -100,7 +99,7 @@ def _by_rust() -> ProductChooser:
 
 
 @dataclass(slots=True)
-class CpuKernels:
+class CpuKernels(CpuStates):
     """See `Kernels`. The attention backend is "cpu".
 
     Rows are of `dtype`. With `quantization`, matrices of floats are rounded to 8 bits, or to 4:
@@ -310,6 +309,11 @@ class CpuKernels:
         grown = widened(query) * factor[:, None, None].astype(np.float32)
         return rounded(grown, query.dtype.type)
 
+    def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> Rows:
+        """See `Kernels.factors`."""
+        values = np.repeat(np.array(numbers, np.float32), sizes)
+        return rounded(values, NUMPY[self.dtype])
+
     def concatenated(self, first: Rows, second: Rows) -> Rows:
         """See `Kernels.concatenated`."""
         shape = len(first), max(first.shape[1], second.shape[1])
@@ -338,7 +342,7 @@ class CpuKernels:
         chosen = _largest(preferred, routing.chosen)
         factors = _at(scores, chosen)
         if routing.is_normalised:
-            factors = factors / (factors.sum(-1, keepdims=True) + _MIN_SUM)
+            factors = factors / (factors.sum(-1, keepdims=True) + np.float32(routing.min_sum))
         return chosen, factors * np.float32(routing.scale)
 
     def capped(self, rows: Rows, cap: float) -> Rows:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyengine.models.decoder.kernels import Rows, Step, Table, TableUse
-from pyengine.models.decoder.layers import TokenInput, feed_forward_of, mixer_of
+from pyengine.models.decoder.layers import LayerCaches, TokenInput, feed_forward_of, mixer_of
 from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
 
 if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionMetadata
+    from pyengine.kv_cache.states import StateInputs
 
 
 _NOTHING: Any = None
@@ -27,13 +28,13 @@ class DecoderLayer:
     to be added: the addition and the norm after it are one operation.
     """
 
-    def __init__(self, layer: Layer, weights: Weights, hidden: int, cache: int) -> None:
+    def __init__(self, layer: Layer, weights: Weights, hidden: int, caches: LayerCaches) -> None:
         self._kernels, self._scale = weights.kernels, layer.residual_scale
         self._rank = weights.rank
         self._is_parallel = layer.is_parallel
         norm = weights.optional_norm
         self._before_mixer = norm("before_mixer", layer.before_mixer, hidden)
-        self._mixer = mixer_of(layer, weights, hidden, cache)
+        self._mixer = mixer_of(layer, weights, hidden, caches)
         self._after_mixer = norm("after_mixer", layer.after_mixer, hidden)
         self._before_feed_forward = norm("before_feed_forward", layer.before_feed_forward, hidden)
         self._feed_forward = feed_forward_of(layer, weights, hidden)
@@ -47,19 +48,21 @@ class DecoderLayer:
     def __call__(self, stream: Rows, change: Rows, step: Step) -> tuple[Rows, Rows]:
         """The residual `[T, hidden]` and the change that this layer adds to it, or None."""
         kernels, scale, rank = self._kernels, self._scale, self._rank
-        stream, rows = kernels.add_norm(stream, change, scale, self._before_mixer)
-        change = self._mixer(rows, step)
-        if self._is_parallel:
-            if self._before_feed_forward is not None:
-                rows = kernels.norm(stream, self._before_feed_forward)
-            return stream, rank.sum(kernels.added(change, self._feed_forward(rows)))
-        change = rank.sum(change)
-        if self._after_mixer is not None:
-            change = kernels.norm(change, self._after_mixer)
-        stream, rows = kernels.add_norm(stream, change, scale, self._before_feed_forward)
-        change = rank.sum(self._feed_forward(rows))
-        if self._after_feed_forward is not None:
-            change = kernels.norm(change, self._after_feed_forward)
+        if self._mixer is not None:
+            stream, rows = kernels.add_norm(stream, change, scale, self._before_mixer)
+            change = self._mixer(rows, step)
+            if self._is_parallel and self._feed_forward is not None:
+                if self._before_feed_forward is not None:
+                    rows = kernels.norm(stream, self._before_feed_forward)
+                return stream, rank.sum(kernels.added(change, self._feed_forward(rows)))
+            change = rank.sum(change)
+            if self._after_mixer is not None:
+                change = kernels.norm(change, self._after_mixer)
+        if self._feed_forward is not None:
+            stream, rows = kernels.add_norm(stream, change, scale, self._before_feed_forward)
+            change = rank.sum(self._feed_forward(rows))
+            if self._after_feed_forward is not None:
+                change = kernels.norm(change, self._after_feed_forward)
         if self._token_input is not None:
             stream, rows = kernels.add_norm(stream, change, scale, None)
             change = self._token_input(rows, step)
@@ -126,27 +129,42 @@ class Decoder:
             self._head = table_of("head", weights, vocabulary, hidden, "product")
         self._residual_scale = spec.layers[-1].residual_scale
         # In the order of layers: a compiled graph is found in torch's cache by its text.
-        rotaries = (layer.mixer.rotary for layer in spec.layers)
+        mixers = (layer.attention for layer in spec.layers)
+        rotaries = [mixer.rotary for mixer in mixers if mixer is not None]
         self._rotaries = [rotary for rotary in dict.fromkeys(rotaries) if rotary is not None]
 
     def __call__(
-        self, ids: Rows, positions: Rows, logits_rows: Rows, metadata: "AttentionMetadata"
+        self,
+        ids: Rows,
+        positions: Rows,
+        logits_rows: Rows,
+        metadata: "AttentionMetadata",
+        states: "StateInputs | None" = None,
     ) -> Rows:
         """The logits `[S, vocab]` of the rows `logits_rows` `[S]`.
 
         `ids` and `positions` are `[T]`, the tokens of all sequences of a step; `metadata` is its
-        attention, prepared over the pool that `spec.cache_specs` describes.
+        attention, prepared over the pool that `spec.cache_specs` describes. `states` are those of
+        its sequences, over the pool that `spec.state_specs` describes, if that has any.
         """
-        return self.logits(self.hidden_states(ids, positions, metadata, rows=logits_rows))
+        return self.logits(self.hidden_states(ids, positions, metadata, states, rows=logits_rows))
 
     def hidden_states(
-        self, ids: Rows, positions: Rows, metadata: "AttentionMetadata", *, rows: Rows = None
+        self,
+        ids: Rows,
+        positions: Rows,
+        metadata: "AttentionMetadata",
+        states: "StateInputs | None" = None,
+        *,
+        rows: Rows = None,
     ) -> Rows:
         """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
         kernels = self.kernels
         angles = {rotary: kernels.angles(positions, rotary) for rotary in self._rotaries}
         stream, change = self.embedded(ids, positions), _NOTHING
-        step = Step(ids, positions, metadata, angles)
+        step = Step(ids, positions, metadata, angles, states=states)
+        if states is not None:
+            step = replace(step, sequences=kernels.sequences(states))
         if self._token_inputs is not None:
             step = replace(step, token_input=self._token_inputs(ids, stream))
         for layer in self._layers:
@@ -198,12 +216,12 @@ class TokenInputs:
 def _layers(spec: DecoderSpec, weights: Weights) -> list[DecoderLayer]:
     """The layers of a decoder; those that share keys and values have the cache of their source."""
     caches = {number: cache for cache, number in enumerate(spec.cached)}
-    return [
-        DecoderLayer(
-            layer,
-            weights.of_layer(number),
-            spec.hidden_size,
-            caches[number if layer.mixer.shares is None else layer.mixer.shares],
-        )
-        for number, layer in enumerate(spec.layers)
-    ]
+    states = {number: state for state, number in enumerate(spec.recurrent)}
+    layers = []
+    for number, layer in enumerate(spec.layers):
+        shares = None if layer.attention is None else layer.attention.shares
+        cache = caches.get(number if shares is None else shares)
+        own = weights.of_layer(number)
+        of_layer = LayerCaches(cache, states.get(number))
+        layers.append(DecoderLayer(layer, own, spec.hidden_size, of_layer))
+    return layers

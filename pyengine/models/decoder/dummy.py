@@ -11,8 +11,7 @@ from pyengine.models.config import DRAWN, check_sizes
 from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.dummy_numbers import DummyStored
-from pyengine.models.decoder.families import TABLE
-from pyengine.models.decoder.loading import OpenedModel, spec_of
+from pyengine.models.decoder.loading import OpenedModel, names_of, spec_of
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
 from pyengine.models.transformers_calls import read_object
@@ -72,4 +71,4 @@ def dummy_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _weights(spec: DecoderSpec, tensors: DummyTensors) -> Weights:
-    return Weights(tensors, TABLE[spec.family].names, NoKernels())
+    return Weights(tensors, names_of(spec), NoKernels())

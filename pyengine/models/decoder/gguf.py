@@ -6,6 +6,7 @@ they are. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from pyengine.models.decoder.checkpoint import Array, StoredTensor, Tensors
 from pyengine.models.decoder.gguf_settings import gguf_settings
 from pyengine.models.decoder.loading import OpenedModel, checked_weights, spec_of
 from pyengine.models.decoder.names import Names, Stored, stored, vector
+from pyengine.models.decoder.recurrent import GatedDelta, Mamba, Mamba2
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer, QueryKeyNorm
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_header import GGML_TYPES, GGUFHeader, GGUFTensor
@@ -41,7 +43,12 @@ _FLOATS: Mapping[str, np.dtype[Any]] = {
     "BF16": np.dtype(np.uint16),
 }
 _PAIRS = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
-_OFFSETS = ("gemma", "gemma2", "gemma3_text", "nemotron")
+_OFFSETS = (
+    *("gemma", "gemma2", "gemma3_text", "nemotron"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+_TILED = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families whose value heads are not in the order of their key heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,11 @@ class GGUFStored(StoredTensor):
     file: GGUFFile | None = None
     tensor: GGUFTensor | None = None
     is_kept: bool = True
+
+    def reshaped(self, shape: tuple[int, ...]) -> "GGUFStored":
+        """See `StoredTensor.reshaped`."""
+        assert self.tensor is not None
+        return replace(self, shape=shape, tensor=replace(self.tensor, shape=shape))
 
     @property
     def packed_as(self) -> str | None:
@@ -93,7 +105,7 @@ class GGUFStored(StoredTensor):
             array = array.view(_FLOATS[self.dtype]).reshape(self.shape)
         else:
             array = _dequantised(array, self.dtype).reshape(self.shape)
-        return self.cut(array)
+        return self.cut(array.T if self.is_transposed else array)
 
     def _only_rows(self) -> "GGUFStored":
         """Its `rows` as a separate tensor."""
@@ -144,8 +156,13 @@ def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
         )
         for tensor in header.tensors
     }
-    rotates = any(layer.mixer.rotary is not None for layer in spec.layers)
+    mixers = (layer.attention for layer in spec.layers)
+    rotates = any(mixer is not None and mixer.rotary is not None for mixer in mixers)
     names = NAMES if rotates else replace(NAMES, no_effect={})
+    count = header.values.get(f"{header.architecture}.block_count")
+    for layer in range(len(spec.layers), count if isinstance(count, int) and spec.recurrent else 0):
+        pattern = re.escape(names.layer.format(layer)) + ".*"
+        names = replace(names, no_effect={**names.no_effect, pattern: "layers for speculation"})
     weights = checked_weights(spec, names, Tensors(stored_tensors, str(path), "its header"))
     sizes = _sizes_of_formats(path, header)
     return OpenedModel(spec, weights, _kept_formats(sizes) if keeps_formats else "")
@@ -184,6 +201,9 @@ def _as_converted(spec: DecoderSpec) -> DecoderSpec:
     """The spec with llama.cpp's changes of weights."""
     if spec.family in _PAIRS:
         return replace(spec, layers=tuple(map(_with_pairs, spec.layers)))
+    if spec.recurrent:
+        layers = tuple(_with_rates(layer, is_tiled=spec.family in _TILED) for layer in spec.layers)
+        spec = replace(spec, layers=layers)
     if spec.family in _OFFSETS:
         norm = replace(spec.norm, offset=0.0)
         return replace(spec, norm=norm, layers=tuple(map(_without_offsets, spec.layers)))
@@ -198,12 +218,23 @@ def _with_pairs(layer: Layer) -> Layer:
     return replace(layer, mixer=replace(mixer, rotary=replace(mixer.rotary, order="pairs")))
 
 
+def _with_rates(layer: Layer, *, is_tiled: bool) -> Layer:
+    """The layer with decay rates, not their logarithms, and value heads in the file's order."""
+    mixer, beside = layer.mixer, layer.beside
+    if isinstance(mixer, GatedDelta):
+        mixer = replace(mixer, has_logs=False, tiled_heads=is_tiled)
+    elif isinstance(mixer, Mamba | Mamba2):
+        mixer = replace(mixer, has_logs=False)
+    if beside is not None:
+        beside = replace(beside, has_logs=False)
+    return replace(layer, mixer=mixer, beside=beside)
+
+
 def _without_offsets(layer: Layer) -> Layer:
     names = ("before_mixer", "after_mixer", "before_feed_forward", "after_feed_forward")
     norms: dict[str, Any] = {name: getattr(layer, name) for name in names}
     mixer = layer.mixer
-    assert isinstance(mixer, Attention)
-    if mixer.query_key_norm is not None:
+    if isinstance(mixer, Attention) and mixer.query_key_norm is not None:
         norm = replace(mixer.query_key_norm.norm, offset=0.0)
         mixer = replace(mixer, query_key_norm=QueryKeyNorm(norm=norm, over="head"))
     changed = {name: norm and replace(norm, offset=0.0) for name, norm in norms.items()}
@@ -214,7 +245,7 @@ NAMES = Names(
     outside={
         "embedding": stored("token_embd"),
         "positions": stored("position_embd"),
-        "norm": stored("output_norm"),
+        "norm": (*stored("output_norm"), *stored("token_embd_norm")),
         "head": stored("output"),
     },
     inside={
@@ -225,7 +256,11 @@ NAMES = Names(
         "key_norm": stored("attn_k_norm"),
         "sinks": stored("attn_sinks"),
         "after_mixer": stored("post_attention_norm"),
-        "before_feed_forward": (*stored("ffn_norm"), *stored("post_attention_norm")),
+        "before_feed_forward": (
+            *stored("ffn_norm"),
+            *stored("post_attention_norm"),
+            *stored("attn_norm"),
+        ),
         "gate_up": (*stored("ffn_gate", "ffn_up"), *stored("ffn_up")),
         "up": stored("ffn_up"),
         "down": stored("ffn_down"),
@@ -236,7 +271,32 @@ NAMES = Names(
         "expert_down": stored("ffn_down_exps"),
         "shared_gate_up": stored("ffn_gate_shexp", "ffn_up_shexp"),
         "shared_down": stored("ffn_down_shexp"),
+        "shared_up": stored("ffn_up_shexp"),
         "shared_gate": (Stored(("ffn_gate_inp_shexp",), is_row=True),),
+        "expert_up": stored("ffn_up_exps"),
+        "to_latent": stored("ffn_latent_down"),
+        "from_latent": stored("ffn_latent_up"),
+        "delta_qkvz": (
+            Stored(("attn_qkv", "attn_gate"), kinds=(3, 1)),
+            Stored(("ssm_in",), is_grouped=True),
+        ),
+        "delta_ba": (Stored(("ssm_ba",), is_grouped=True), *stored("ssm_beta", "ssm_alpha")),
+        "delta_norm": stored("ssm_norm"),
+        "delta_out": stored("ssm_out"),
+        "mamba_in": stored("ssm_in"),
+        "mamba_rows": stored("ssm_x"),
+        "mamba_norm": stored("ssm_norm"),
+        "mamba_out": stored("ssm_out"),
+        "time_up": stored("ssm_dt"),
+        "time_norm": stored("ssm_dt_norm"),
+        "b_norm": stored("ssm_b_norm"),
+        "c_norm": stored("ssm_c_norm"),
+        "conv": (*stored("ssm_conv1d"), *stored("shortconv.conv")),
+        "conv_in": stored("shortconv.in_proj"),
+        "conv_out": stored("shortconv.out_proj"),
+        "rate": vector("ssm_a"),
+        "time_bias": vector("ssm_dt.bias"),
+        "skip": vector("ssm_d"),
     },
     layer="blk.{}.",
     base="",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.errors import ModelLoadError
+from pyengine.models.decoder.gguf_recurrent import recurrent_settings
 from pyengine.models.gguf_header import GGUFArray
 from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.gguf_rope import rope_parameters, sliding_rope_parameters
@@ -134,10 +135,13 @@ def gguf_settings(keys: HeaderKeys) -> dict[str, Any]:
     missing, or has a value that the family has not.
     """
     keys.expect("general.type", ("model",), "is not a model that generates text")
+    dtype = _DTYPES.get(keys.header.main_type, "bfloat16")
+    if (recurrent := recurrent_settings(keys)) is not None:
+        return {**recurrent, "dtype": dtype}
     row = _architecture(keys)
     names = {tensor.name: tensor.shape for tensor in keys.header.tensors}
     settings: dict[str, Any] = {"model_type": row.family}
-    settings["dtype"] = _DTYPES.get(keys.header.main_type, "bfloat16")
+    settings["dtype"] = dtype
     for key, name in _COUNTS.items():
         settings[name] = _needed(keys, key, keys.count(key))
     kind = "layer_norm_rms" if row.layer_norm is None else "layer_norm"

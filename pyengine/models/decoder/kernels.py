@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from pyengine.models.decoder.recurrent import Convolution, GatedNorm
 from pyengine.models.decoder.spec import (
     MLP,
     Attention,
@@ -22,6 +23,7 @@ from pyengine.models.decoder.stored_weight import Weight
 
 if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionMetadata
+    from pyengine.kv_cache.states import LayerState, StateInputs
 
 TableUse = Literal["lookup", "product", "both"]
 Rows = Any
@@ -66,7 +68,8 @@ class Step:
 
     `ids`, `positions` are `[T]`. `angles` has cosines and sines of `positions` for each rotary
     embedding of the model. `kept` has the keys and values of layers that later ones share, by
-    their number. `token_input` is `[T, layers, size]`, if the model has such inputs.
+    their number. `states` are those of recurrent layers, `sequences` what the kernel set made of
+    them. `token_input` is `[T, layers, size]`, if the model has such inputs.
     """
 
     ids: Rows
@@ -75,6 +78,8 @@ class Step:
     angles: dict[Rotary, tuple[Rows, Rows]]
     kept: dict[int, tuple[Rows, Rows]] = field(default_factory=dict)
     token_input: Rows = None
+    states: "StateInputs | None" = None
+    sequences: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,53 @@ class AttentionKernel(Protocol):
 
         `rows` are queries, keys and values, `[T, heads, size]`; the first numbers of a head rotate.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """A convolution: its weight, as the kernel set lays it out, and its bias `[channels]` or None.
+
+    Both are float32.
+    """
+
+    conv: Convolution
+    weight: Any
+    bias: Any
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNormWeights:
+    """A norm with a gate, and its weight `[width]`, in the dtype of rows."""
+
+    norm: GatedNorm
+    weight: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The decay of a delta rule, float32: rates (negative) `[heads]`, and biases of its gate.
+
+    Biases are `[heads]`, or `[heads * key_dim]` for a decay by channel. `beta_scale` and
+    `tiled_heads` as in `GatedDelta`.
+    """
+
+    rate: Any
+    bias: Any
+    beta_scale: float = 1.0
+    tiled_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """A state space, float32: rates (negative) `[heads]`, biases of time steps `[heads]`, and
+    factors of inputs that skip the state `[heads]`.
+
+    For Mamba these are `[state_size, channels]`, `[channels]` and `[channels]`.
+    """
+
+    rate: Any
+    bias: Any
+    skip: Any
 
 
 class Kernels(Protocol):
@@ -173,3 +225,70 @@ class Kernels(Protocol):
 
     def capped(self, rows: Rows, cap: float) -> Rows:
         """`cap * tanh(rows / cap)`."""
+
+    def exact_array(self, weight: Weight, *, is_log: bool = False) -> Any:
+        """Read an array in float32; if it `is_log`, minus the exponential of its numbers."""
+
+    def conv_weights(self, conv: Convolution, weight: Weight, bias: Weight | None) -> ConvWeights:
+        """Lay out a convolution; its weight is `[channels, size]`."""
+
+    def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> Any:
+        """A row in the dtype of rows, in which each number is repeated by its size."""
+
+    def sequences(self, states: "StateInputs") -> Any:
+        """Prepare the sequences of a step for recurrent layers, once for all of them."""
+
+    def short_conv(
+        self,
+        rows: Rows,
+        weights: ConvWeights,
+        state: "LayerState",
+        sequences: Any,
+        gates: tuple[Rows, Rows] | None = None,
+    ) -> Rows:
+        """The convolution of `[T, channels]`, of each sequence for itself.
+
+        The positions before its first token are those of its state, or zeros. `gates` `[T,
+        channels]` multiply inputs and results.
+        """
+
+    def gated_delta(
+        self,
+        rows: tuple[Rows, Rows, Rows, Rows, Rows],
+        weights: DeltaWeights,
+        state: "LayerState",
+        sequences: Any,
+    ) -> Rows:
+        """The gated delta rule of each sequence, `[T, value_heads, value_dim]`.
+
+        `rows` are queries and keys `[T, key_heads, key_dim]`, which are divided by their norms
+        here, values `[T, value_heads, value_dim]`, the gate of decay `[T, value_heads]`, or
+        `[T, heads * key_dim]` by channel, and that of the learning rate `[T, value_heads]`.
+
+        For a token, with decay `g = exp(rate * softplus(gate + bias))`, learning rate
+        `b = beta_scale * sigmoid(...)`, state S `[key_dim, value_dim]`, query q, key k, value v:
+        `S = g S`; `S = S + k (b (v - k S))`; the result is `q S / sqrt(key_dim)`.
+        """
+
+    def mamba(
+        self,
+        rows: tuple[Rows, Rows, Rows, Rows],
+        weights: MambaWeights,
+        state: "LayerState",
+        sequences: Any,
+        gate: Rows | None = None,
+    ) -> Rows:
+        """The state space of each sequence, `[T, heads, head_dim]`.
+
+        `rows` are x `[T, heads, head_dim]`, time steps `[T, heads]`, and B and C
+        `[T, groups, state_size]`; `gate` is like x.
+
+        For a token, with `d = softplus(time step + bias)` and state S `[state_size, head_dim]`:
+        `S = exp(d rate) S + d x B`; the result is `S C + skip x`, times the SiLU of the gate.
+
+        Mamba has x and time steps `[T, channels]`, B and C `[T, state_size]`: each channel is a
+        head of one number, and its decay differs by number of the state.
+        """
+
+    def gated_norm(self, rows: Rows, gate: Rows, weights: GatedNormWeights) -> Rows:
+        """A norm and a gate of `[N, width]`; the norm is over `weights.norm.size` elements."""

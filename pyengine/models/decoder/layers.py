@@ -8,14 +8,25 @@ In a divided model the mixer and the feed-forward part return what this rank add
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from pyengine.models.decoder import spec
 from pyengine.models.decoder.kernels import AttentionWeights, NormWeights, Rows, Step
+from pyengine.models.decoder.recurrent_layers import RecurrentLayer, recurrent_layer
 from pyengine.models.decoder.weights import Linear, Weights
 
-Mixer: TypeAlias = "Attention | SharedAttention | LatentAttention"
+AttentionLayer: TypeAlias = "Attention | SharedAttention | LatentAttention"
+Mixer: TypeAlias = "AttentionLayer | RecurrentLayer | BothMixers"
 FeedForward: TypeAlias = "MLP | Experts"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCaches:
+    """The numbers of a layer in the KV pool and in the pool of states, where it has some."""
+
+    kv: int | None = None
+    state: int | None = None
 
 
 class Attention:
@@ -28,10 +39,11 @@ class Attention:
         self._spec, self._kernels, self._layer = attention, weights.kernels, weights.layer or 0
         self._rank = weights.rank
         query, key, value = attention.sizes
-        name, sizes = "qkv", (query, key, value)
+        gated = 2 * query if attention.output_gate else query
+        name, sizes = "qkv", (gated, key, value)
         if attention.values_are_keys:
             name, sizes = "query_key", (query, key, 0)
-        self._splits = (query, query + key, query + key + sizes[2])
+        self._splits = (gated, gated + key, gated + key + sizes[2])
         parts = [size for size in sizes if size]
         self._qkv = weights.linear(
             name, parts, hidden, has_bias=attention.qkv_bias, divided="outputs"
@@ -58,10 +70,16 @@ class Attention:
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Attend with the rows of the step."""
         attention, kernels = self._spec, self._kernels
+        if attention.input_scale != 1.0:
+            rows = kernels.multiplied(rows, attention.input_scale)
         qkv, (first, second, third) = self._qkv(rows), self._splits
         query, key, value = qkv[:, :first], qkv[:, first:second], qkv[:, second:third]
         if attention.values_are_keys:
             value = key
+        gate = None
+        if attention.output_gate:
+            pairs = query.reshape(len(rows), attention.heads, 2 * attention.head_dim)
+            query, gate = pairs[:, :, : attention.head_dim], pairs[:, :, attention.head_dim :]
         if self._row_norms is not None:
             query = self._row_normed(query, self._row_norms[0])
             key = self._row_normed(key, self._row_norms[1])
@@ -76,7 +94,14 @@ class Attention:
             value = kernels.multiplied(value, attention.value_scale)
         if attention.is_shared:
             step.kept[self._layer] = key, value
-        return self._out(self._attention.attend((query, key, value), step))
+        attended = self._attention.attend((query, key, value), step)
+        if gate is not None:
+            gates = kernels.sigmoid(gate.reshape(len(rows), -1))
+            attended = kernels.multiplied(attended, gates)
+        result = self._out(attended)
+        if attention.output_scale != 1.0:
+            result = kernels.multiplied(result, attention.output_scale)
+        return result
 
     def _row_normed(self, rows: Rows, norm: NormWeights) -> Rows:
         """Rows normalised over the heads of all ranks."""
@@ -150,7 +175,7 @@ class LatentAttention:
             self._query_latent = weights.norm("query_latent", attention.norm, rank)
             self._query_up = weights.linear("query_up", queries, rank, divided="outputs")
             self._query = self._query_by_latent
-        latent = attention.kv_rank + attention.rotary.size
+        latent = attention.kv_rank + attention.shared_dim
         self._kv_down = weights.linear("kv_down", latent, hidden, has_bias=has_bias)
         self._kv_latent = weights.norm("kv_latent", attention.norm, attention.kv_rank)
         expanded = attention.heads * (attention.plain_dim + attention.value_dim)
@@ -166,7 +191,7 @@ class LatentAttention:
         query = self._query(rows).reshape(count, heads, attention.head_dim)
         query = kernels.concatenated(query[:, :, plain:], query[:, :, :plain])
         latent = self._kv_down(rows)
-        rotated = latent[:, attention.kv_rank :].reshape(count, 1, attention.rotary.size)
+        rotated = latent[:, attention.kv_rank :].reshape(count, 1, attention.shared_dim)
         expanded = self._kv_up(kernels.norm(latent[:, : attention.kv_rank], self._kv_latent))
         expanded = expanded.reshape(count, heads, plain + attention.value_dim)
         key = kernels.concatenated(rotated, expanded[:, :, :plain])
@@ -185,6 +210,7 @@ class MLP:
 
     def __init__(self, mlp: spec.MLP, weights: Weights, hidden: int, prefix: str = "") -> None:
         """`prefix` is what its names begin with: the shared expert's differ."""
+        self._kernels, self._scales = weights.kernels, (mlp.input_scale, mlp.output_scale)
         self._inner = weights.inner(prefix, mlp, hidden)
         self._down = weights.linear(
             prefix + "down", hidden, mlp.size, has_bias=mlp.has_bias, divided="inputs"
@@ -192,7 +218,11 @@ class MLP:
 
     def __call__(self, rows: Rows) -> Rows:
         """Map the rows."""
-        return self._down(self._inner(rows))
+        before, after = self._scales
+        if before != 1.0:
+            rows = self._kernels.multiplied(rows, before)
+        rows = self._down(self._inner(rows))
+        return rows if after == 1.0 else self._kernels.multiplied(rows, after)
 
 
 class Experts:
@@ -205,7 +235,13 @@ class Experts:
         self._correction = None
         if routing.has_correction:
             self._correction = weights.vector("correction", routing.count)
-        self._experts = weights.experts(routing.count, experts.mlp, hidden)
+        self._to_latent = self._from_latent = None
+        if experts.latent is not None:
+            has_bias = experts.mlp.has_bias
+            latent = experts.latent
+            self._to_latent = weights.linear("to_latent", latent, hidden, has_bias=has_bias)
+            self._from_latent = weights.linear("from_latent", hidden, latent, has_bias=has_bias)
+        self._experts = weights.experts(routing.count, experts.mlp, experts.latent or hidden)
         self._shared = self._shared_gate = None
         if experts.shared is not None:
             self._shared = MLP(experts.shared, weights, hidden, "shared_")
@@ -217,7 +253,10 @@ class Experts:
         kernels = self._kernels
         scores = self._router(rows)
         chosen, factors = kernels.route(scores, self._routing, self._correction)
-        result = self._experts.multiply(rows, chosen, factors)
+        inputs = rows if self._to_latent is None else self._to_latent(rows)
+        result = self._experts.multiply(inputs, chosen, factors)
+        if self._from_latent is not None:
+            result = self._from_latent(result)
         if self._shared is None:
             return result
         shared = self._shared(rows)
@@ -245,16 +284,47 @@ class TokenInput:
         return change if self._norm is None else self._kernels.norm(change, self._norm)
 
 
-def mixer_of(layer: spec.Layer, weights: Weights, hidden: int, cache: int) -> Mixer:
-    """The part of a layer that reads other tokens."""
-    if isinstance(layer.mixer, spec.LatentAttention):
-        return LatentAttention(layer.mixer, weights, hidden, cache=cache)
-    kind = Attention if layer.mixer.shares is None else SharedAttention
-    return kind(layer.mixer, weights, hidden, cache=cache)
+class BothMixers:
+    """Two mixers of the same rows, whose results are added."""
+
+    def __init__(self, attention: AttentionLayer, recurrent: RecurrentLayer) -> None:
+        self._attention, self._recurrent = attention, recurrent
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Mix the rows of the step."""
+        mixed = self._recurrent(rows, step)
+        return self._recurrent.kernels.added(mixed, self._attention(rows, step))
 
 
-def feed_forward_of(layer: spec.Layer, weights: Weights, hidden: int) -> FeedForward:
-    """The part of a layer that maps each token for itself."""
+def mixer_of(
+    layer: spec.Layer, weights: Weights, hidden: int, caches: LayerCaches
+) -> "Mixer | None":
+    """The part of a layer that reads other tokens, if it has one."""
+    attention = recurrent = None
+    if layer.attention is not None:
+        assert caches.kv is not None
+        attention = _attention_layer(layer.attention, weights, hidden, cache=caches.kv)
+    if layer.recurrent is not None:
+        assert caches.state is not None
+        recurrent = recurrent_layer(layer.recurrent, weights, hidden, state=caches.state)
+    if attention is not None and recurrent is not None:
+        return BothMixers(attention, recurrent)
+    return attention or recurrent
+
+
+def _attention_layer(
+    attention: spec.AttentionMixer, weights: Weights, hidden: int, *, cache: int
+) -> AttentionLayer:
+    if isinstance(attention, spec.LatentAttention):
+        return LatentAttention(attention, weights, hidden, cache=cache)
+    kind = Attention if attention.shares is None else SharedAttention
+    return kind(attention, weights, hidden, cache=cache)
+
+
+def feed_forward_of(layer: spec.Layer, weights: Weights, hidden: int) -> "FeedForward | None":
+    """The part of a layer that maps each token for itself, if it has one."""
+    if layer.feed_forward is None:
+        return None
     if isinstance(layer.feed_forward, spec.Experts):
         return Experts(layer.feed_forward, weights, hidden)
     return MLP(layer.feed_forward, weights, hidden)

@@ -114,7 +114,8 @@ def attending_layers(spec: DecoderSpec, *, with_mtp_layers: bool = False) -> tup
 
 
 def _needs(layer: Layer) -> LayerNeeds:
-    mixer = layer.mixer
+    mixer = layer.attention
+    assert mixer is not None
     cache = mixer.cache("float32")
     return LayerNeeds(
         query_heads=mixer.heads,

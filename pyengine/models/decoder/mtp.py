@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pyengine.models.decoder.decoder import Decoder, DecoderLayer, table_of
 from pyengine.models.decoder.kernels import Rows, Step, Table, TableUse
+from pyengine.models.decoder.layers import LayerCaches
 from pyengine.models.decoder.spec import DecoderSpec, Layer
 from pyengine.models.decoder.weights import Weights
 
@@ -25,10 +26,10 @@ class MTPLayer:
         self._embedding_norm = weights.norm("mtp_embedding_norm", spec.norm, hidden)
         self._state_norm = weights.norm("mtp_state_norm", spec.norm, hidden)
         self._projection = weights.linear("mtp_projection", hidden, 2 * hidden)
-        self._layer = DecoderLayer(layer, weights, hidden, cache)
+        self._layer = DecoderLayer(layer, weights, hidden, LayerCaches(cache))
         self._norm = weights.norm("mtp_norm", spec.norm, hidden)
         self._scale = layer.residual_scale
-        self._rotary = layer.mixer.rotary
+        self._rotary = None if layer.attention is None else layer.attention.rotary
 
     def __call__(
         self, ids: Rows, vectors: Rows, states: Rows, positions: Rows, metadata: "AttentionMetadata"

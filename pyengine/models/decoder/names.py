@@ -9,8 +9,16 @@ Names of a layer's tensors, all of them linear layers or norms unless it says ot
 | `query`, `out`; `query_norm` | attention that shares keys and values |
 | `query`, or `query_down`, `query_latent`, `query_up` | latent attention |
 | `kv_down`, `kv_latent`, `kv_up`; `out` | latent attention |
+| `delta_qkvz`, `delta_ba`, `delta_out`, `delta_norm` | a gated delta rule |
+| `delta_qkv`, `delta_b`, `delta_out`, `delta_norm` | delta attention |
+| `decay_down`, `decay_up`, `gate_down`, `gate_up_heads` | its decay and gate |
+| `mamba_in`, `mamba_out`, `mamba_norm`; `skip` (a vector) | Mamba-2; Mamba has no norm |
+| `mamba_rows`, `time_up`, `time_norm`, `b_norm`, `c_norm` | Mamba, too |
+| `conv_in`, `conv_out` | a gated convolution |
+| `conv` (`[channels, size]`, perhaps with a bias); `rate`, `time_bias` (vectors) | of all these |
 | `gate_up` or `up`; `down` | an MLP |
-| `router`, `correction` (a vector), `expert_gate_up`, `expert_down` | experts |
+| `router`, `correction` (a vector), `expert_gate_up` or `expert_up`, `expert_down` | experts |
+| `to_latent`, `from_latent` | of experts with latent rows |
 | `shared_gate_up`, `shared_down`, `shared_gate` | the shared expert |
 | `token_input_gate_up`, `token_input_out`, `after_token_input` | the input of each token |
 | `scalar` (a vector) | of the layer |
@@ -31,6 +39,8 @@ class Stored:
     - `weight`, `bias`: what follows the name of a part.
     - `is_transposed`: inputs come before outputs. `is_interleaved`: the outputs of two halves
       alternate, those of the first half first. `is_row`: a matrix of one output is a vector.
+    - `kinds`: the number of kinds of outputs that each part has; by default one, or all if there is
+      one part. `is_grouped`: the kinds of a part follow each other head by head.
     """
 
     parts: tuple[str, ...]
@@ -39,6 +49,8 @@ class Stored:
     is_transposed: bool = False
     is_interleaved: bool = False
     is_row: bool = False
+    kinds: tuple[int, ...] = ()
+    is_grouped: bool = False
 
 
 def stored(*parts: str) -> tuple[Stored, ...]:

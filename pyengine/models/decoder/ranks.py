@@ -16,11 +16,11 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.decoder.spec import (
     MLP,
     Attention,
+    AttentionMixer,
     DecoderSpec,
     Experts,
     FeedForward,
     Layer,
-    Mixer,
 )
 from pyengine.utils.tensors import array_of, tensor_of
 
@@ -109,11 +109,16 @@ def rank_of(size: int) -> Rank:
 def divided(spec: DecoderSpec, size: int) -> DecoderSpec:
     """The spec of one rank's part of a model, divided by `size`.
 
-    Raises `ConfigurationError` unless `size` divides the heads and the middle of every layer. The
-    message has these numbers and the possible sizes.
+    Raises `ConfigurationError` unless `size` divides the heads and the middle of every layer, with
+    these numbers and the possible sizes, and for layers that keep a state.
     """
     if size == 1:
         return spec
+    if spec.recurrent:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size}: {spec.family} has layers that keep a state, which are "
+            "not divided; use tensor_parallel_size=1"
+        )
     check_divides(size, _divided_sizes(spec), spec.family)
     layers, mtp = (
         tuple(_divided_layer(layer, size) for layer in group)
@@ -144,12 +149,16 @@ def check_divides(size: int, labelled: Iterable[tuple[str, int]], name: str) -> 
 def _divided_sizes(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
     """The sizes that are divided, as text, and their numbers."""
     for layer in (*spec.layers, *spec.mtp_layers):
-        yield "query heads", layer.mixer.heads
-        if isinstance(layer.mixer, Attention):
-            yield "KV heads", layer.mixer.kv_heads
+        mixer = layer.attention
+        if mixer is not None:
+            yield "query heads", mixer.heads
+        if isinstance(mixer, Attention):
+            yield "KV heads", mixer.kv_heads
         part = layer.feed_forward
         if isinstance(part, MLP):
             yield "of intermediate_size", part.size
+            continue
+        if part is None:
             continue
         yield "of the experts' intermediate size", part.mlp.size
         if part.shared is not None:
@@ -157,14 +166,15 @@ def _divided_sizes(spec: DecoderSpec) -> Iterator[tuple[str, int]]:
 
 
 def _divided_layer(layer: Layer, size: int) -> Layer:
+    mixer, part = layer.attention, layer.feed_forward
     return replace(
         layer,
-        mixer=_divided_mixer(layer.mixer, size),
-        feed_forward=_divided_feed_forward(layer.feed_forward, size),
+        mixer=None if mixer is None else _divided_mixer(mixer, size),
+        feed_forward=None if part is None else _divided_feed_forward(part, size),
     )
 
 
-def _divided_mixer(mixer: Mixer, size: int) -> Mixer:
+def _divided_mixer(mixer: AttentionMixer, size: int) -> AttentionMixer:
     if isinstance(mixer, Attention):
         return replace(mixer, heads=mixer.heads // size, kv_heads=mixer.kv_heads // size)
     return replace(mixer, heads=mixer.heads // size)

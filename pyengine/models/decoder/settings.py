@@ -140,8 +140,23 @@ class Settings:
         """The keys of the file."""
         return list(self._values)
 
-    def section(self, key: str, *, is_passed_over: bool = False) -> "Settings | None":
-        """The object under this key; None if it is null.
+    def default(self, **values: object) -> None:
+        """Set the defaults of these keys, which depend on other keys, where they are absent."""
+        self._values = {
+            key: value
+            for key, value in self._values.items()
+            if value is not None or key not in values
+        }
+        self._defaults = {**self._defaults, **values}
+
+    def section(
+        self,
+        key: str,
+        *,
+        is_passed_over: bool = False,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> "Settings | None":
+        """The object under this key, with these `defaults`; None if it is null.
 
         `finish` looks at its keys too, unless it `is_passed_over`.
         """
@@ -151,7 +166,7 @@ class Settings:
         if not isinstance(values, dict):
             self.refuse(key, "it must be an object or null")
         if key not in self._sections:
-            self._sections[key] = Settings(values, f"{self._where}, {key[:80]},")
+            self._sections[key] = Settings(values, f"{self._where}, {key[:80]},", defaults)
         if is_passed_over:
             self._sections[key].pass_over(dict.fromkeys(values, "of a section without effect"))
         return self._sections[key]

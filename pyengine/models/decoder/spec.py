@@ -11,6 +11,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 from pyengine.errors import ModelLoadError
 from pyengine.kv_cache.pool import KVCacheSpec
+from pyengine.kv_cache.states import StateSpec
+from pyengine.models.decoder.recurrent import Mamba2, RecurrentMixer
 from pyengine.utils.dtypes import DType
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -126,6 +128,9 @@ class Attention:
     - `softcap`, `sinks`: as in `AttentionOptions`.
     - `value_norm`: a norm of each value head. `values_are_keys`: values are keys, before the norm
       and the rotation of those.
+    - `output_gate`: a sigmoid multiplies each number of the result. Queries come with it: for each
+      head, first the query, then the gate.
+    - `input_scale`, `output_scale`: factors on rows before and after attention.
     - `shares`: the layer whose keys and values it reads; None: it has its own. That
       layer `is_shared`.
     """
@@ -144,6 +149,9 @@ class Attention:
     value_scale: float = 1.0
     value_norm: Norm | None = None
     values_are_keys: bool = False
+    output_gate: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
     shares: int | None = None
     is_shared: bool = False
     qkv_bias: bool = False
@@ -157,6 +165,8 @@ class Attention:
             )
         if self.values_are_keys and self.value_size != self.head_dim:
             raise ModelLoadError("values that are keys have their size")
+        if self.output_gate and (self.values_are_keys or self.shares is not None):
+            raise ModelLoadError("attention with an output gate has keys and values of its own")
         if self.rotary is not None and self.rotary.size > self.head_dim:
             raise ModelLoadError(
                 f"{self.rotary.size} numbers of a head rotate, by partial_rotary_factor, and "
@@ -183,18 +193,20 @@ class Attention:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-    A head's query and key are `plain_dim` numbers that do not rotate and `rotary.size` that do.
-    Keys and values come from `kv_rank` numbers, queries from `query_rank` (None: directly). They
-    are cached as heads, which every backend attends to.
+    A head's query and key are `plain_dim` numbers of its own and `shared_dim`, which rotate; keys
+    have the latter in common. Without `rotary` nothing rotates (Kimi Linear). Keys and values come
+    from `kv_rank` numbers, queries from `query_rank` (None: directly). They are cached as heads,
+    which every backend attends to.
     """
 
     heads: int
     plain_dim: int
+    shared_dim: int
     value_dim: int
     kv_rank: int
     query_rank: int | None
     scaling: float
-    rotary: Rotary
+    rotary: Rotary | None
     norm: Norm
     has_bias: bool = False
     query_growth: QueryGrowth | None = None
@@ -208,15 +220,17 @@ class LatentAttention:
     @property
     def head_dim(self) -> int:
         """The elements of a query or key head."""
-        return self.plain_dim + self.rotary.size
+        return self.plain_dim + self.shared_dim
 
     def cache(self, dtype: DType) -> KVCacheSpec:
         """The KV cache that this layer needs."""
         return KVCacheSpec(self.heads, self.head_dim, self.value_dim, dtype)
 
 
-Mixer: TypeAlias = Attention | LatentAttention
-"""The part of a layer that reads other tokens; layers with a state will be one more kind."""
+AttentionMixer: TypeAlias = Attention | LatentAttention
+"""A mixer that keeps keys and values."""
+Mixer: TypeAlias = AttentionMixer | RecurrentMixer
+"""The part of a layer that reads other tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,13 +245,16 @@ class ClampedGate:
 class MLP:
     """`down(activation(gate(x)) * up(x))` if it `is_gated`, else `down(activation(up(x)))`.
 
-    `size` is the number of elements in the middle.
+    `size` is the number of elements in the middle. `input_scale`, `output_scale` are factors on
+    rows before and after.
     """
 
     size: int
     activation: Activation | ClampedGate
     is_gated: bool = True
     has_bias: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.activation, ClampedGate) and not self.is_gated:
@@ -252,13 +269,14 @@ class Routing:
       over the chosen ones only.
     - `has_correction`: a vector is added to scores for the choice, not for the factors.
     - `groups`, `chosen_groups`: experts are in as many groups, of which the best are considered.
-    - `is_normalised`: factors are divided by their sum; then multiplied by `scale`.
+    - `is_normalised`: factors are divided by their sum and `min_sum`; then multiplied by `scale`.
     """
 
     count: int
     chosen: int
     score: Literal["softmax", "sigmoid", "chosen"]
     is_normalised: bool = False
+    min_sum: float = 1e-20
     scale: float = 1.0
     has_bias: bool = False
     has_correction: bool = False
@@ -286,13 +304,15 @@ class Routing:
 class Experts:
     """A mixture of experts, each an `mlp`; `shared` is computed for every token.
 
-    If `shared_gate`, a sigmoid of one linear output multiplies the shared expert.
+    If `shared_gate`, a sigmoid of one linear output multiplies the shared expert. With `latent` the
+    experts read and give as many numbers, which a matrix makes of a row, and another one maps back.
     """
 
     routing: Routing
     mlp: MLP
     shared: MLP | None = None
     shared_gate: bool = False
+    latent: int | None = None
 
 
 FeedForward: TypeAlias = MLP | Experts
@@ -316,14 +336,15 @@ class TokenInput:
 class Layer:
     """A decoder layer: each part reads normalised states, and adds its result to the residual.
 
-    Absent norms are None. If it `is_parallel`, both parts read the states before the
-    layer; without `before_feed_forward` they share a norm. Results are multiplied by
-    `residual_scale` when they are added. With `token_input` there is a third part; if it
+    Absent norms and parts are None; a layer has at least one part. The result of a mixer `beside`
+    the first one is added to its result (Falcon-H1). If it `is_parallel`, both parts read the
+    states before the layer; without `before_feed_forward` they share a norm. Results are multiplied
+    by `residual_scale` when they are added. With `token_input` there is a third part; if it
     `has_scalar`, a number of the file multiplies the sum at the end.
     """
 
-    mixer: Mixer
-    feed_forward: FeedForward
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
     before_mixer: Norm | None = None
     after_mixer: Norm | None = None
     before_feed_forward: Norm | None = None
@@ -332,8 +353,25 @@ class Layer:
     residual_scale: float = 1.0
     token_input: TokenInput | None = None
     has_scalar: bool = False
+    beside: Mamba2 | None = None
+
+    @property
+    def attention(self) -> AttentionMixer | None:
+        """The mixer that keeps keys and values, if there is one."""
+        return self.mixer if isinstance(self.mixer, Attention | LatentAttention) else None
+
+    @property
+    def recurrent(self) -> RecurrentMixer | None:
+        """The mixer that keeps a state, if there is one."""
+        return self.mixer if isinstance(self.mixer, RecurrentMixer) else self.beside
 
     def __post_init__(self) -> None:
+        if self.mixer is None and self.feed_forward is None:
+            raise ModelLoadError("a layer has neither a mixer nor a feed-forward part")
+        if self.beside is not None and self.attention is None:
+            raise ModelLoadError("a second mixer is beside attention")
+        if self.is_parallel and (self.mixer is None or self.feed_forward is None):
+            raise ModelLoadError("a parallel layer has two parts")
         after = (self.after_mixer, self.after_feed_forward, self.token_input)
         if self.is_parallel and (any(after) or self.has_scalar):
             raise ModelLoadError("a parallel layer has no norms after its parts, and no third part")
@@ -367,17 +405,33 @@ class DecoderSpec:
 
     @property
     def cached(self) -> list[int]:
-        """The layers that have their own cache, in order: those of the pool."""
-        return [number for number, layer in enumerate(self.layers) if layer.mixer.shares is None]
+        """The layers that have their own KV cache, in order: those of the pool."""
+        return [number for number, layer in enumerate(self.layers) if _caches(layer)]
+
+    @property
+    def recurrent(self) -> list[int]:
+        """The layers that keep a state, in order: those of the `StatePool`."""
+        return [number for number, layer in enumerate(self.layers) if layer.recurrent is not None]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of every cached layer, for `choose_layer_groups`."""
-        return tuple(self.layers[number].mixer.window for number in self.cached)
+        return tuple(mixer.window for mixer in self._cached_mixers)
 
     def cache_specs(self, dtype: DType) -> Sequence[KVCacheSpec]:
         """The KV cache of every cached layer, for `KVPool`."""
-        return [self.layers[number].mixer.cache(dtype) for number in self.cached]
+        return [mixer.cache(dtype) for mixer in self._cached_mixers]
+
+    @property
+    def state_specs(self) -> Sequence[StateSpec]:
+        """The state of every recurrent layer, for `StatePool`."""
+        mixers = (layer.recurrent for layer in self.layers)
+        return [mixer.state for mixer in mixers if mixer is not None]
+
+    @property
+    def _cached_mixers(self) -> list[AttentionMixer]:
+        mixers = (layer.attention for layer in self.layers)
+        return [mixer for mixer in mixers if mixer is not None and mixer.shares is None]
 
     @property
     def token_input(self) -> TokenInput | None:
@@ -388,6 +442,14 @@ class DecoderSpec:
         if len({layer.token_input for layer in self.layers}) > 1:
             raise ModelLoadError("layers differ in the inputs that they have for each token")
         for number, layer in enumerate(self.layers):
-            source = layer.mixer.shares
-            if source is not None and not (source < number and self.layers[source].mixer.is_shared):
+            source = None if layer.attention is None else layer.attention.shares
+            if source is None:
+                continue
+            read = self.layers[source].attention if source < number else None
+            if read is None or not read.is_shared:
                 raise ModelLoadError(f"layer {number} reads keys and values of layer {source}")
+
+
+def _caches(layer: Layer) -> bool:
+    """True if a layer has its own KV cache."""
+    return layer.attention is not None and layer.attention.shares is None

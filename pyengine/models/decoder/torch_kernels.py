@@ -17,6 +17,7 @@ from pyengine.models.decoder.dummy_numbers import DummyStored, numbers
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
 from pyengine.models.decoder.kernels import (
     AttentionWeights,
+    ConvWeights,
     NormWeights,
     Product,
     Step,
@@ -24,6 +25,7 @@ from pyengine.models.decoder.kernels import (
     TableUse,
 )
 from pyengine.models.decoder.product_choice import ProductChooser
+from pyengine.models.decoder.recurrent import Convolution
 from pyengine.models.decoder.rotary import frequencies
 from pyengine.models.decoder.spec import (
     MLP,
@@ -36,6 +38,7 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.stored_weight import Weight
+from pyengine.models.decoder.torch_states import TorchStates
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -45,8 +48,6 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda rows: F.relu(rows).square(),
 }
 _FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_MIN_SUM = 1e-20
-"""Added to the sum of a token's sigmoid scores, as DeepSeek does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class TorchAttention:
         return step.metadata.forward(self.weights.cache, (query, key, value), options).flatten(1)
 
 
-class TorchKernels:
+class TorchKernels(TorchStates):
     """See `Kernels`. Weights and rows are of `dtype`, on `device`."""
 
     keeps_formats: bool = False
@@ -314,12 +315,27 @@ class TorchKernels:
         chosen = preferred.topk(routing.chosen).indices
         factors = scores.gather(-1, chosen)
         if routing.is_normalised:
-            factors = factors / (factors.sum(-1, keepdim=True) + _MIN_SUM)
+            factors = factors / (factors.sum(-1, keepdim=True) + routing.min_sum)
         return chosen, factors * routing.scale
 
     def capped(self, rows: torch.Tensor, cap: float) -> torch.Tensor:
         """See `Kernels.capped`."""
         return cap * torch.tanh(rows / cap)
+
+    def exact_array(self, weight: Weight, *, is_log: bool = False) -> torch.Tensor:
+        """See `Kernels.exact_array`."""
+        array = self._read(weight, torch.float32)
+        return -array.exp() if is_log else array
+
+    def conv_weights(self, conv: Convolution, weight: Weight, bias: Weight | None) -> ConvWeights:
+        """See `Kernels.conv_weights`; the weight is `[channels, size]`."""
+        vector = None if bias is None else self.exact_vector(bias)
+        return ConvWeights(conv, self.exact_array(weight), vector)
+
+    def factors(self, numbers: Sequence[float], sizes: Sequence[int]) -> torch.Tensor:
+        """See `Kernels.factors`."""
+        values = torch.from_numpy(np.repeat(np.array(numbers, np.float32), sizes))
+        return torch.empty(values.shape, dtype=self.dtype, device=self.device).copy_(values)
 
     def _read(self, weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of a weight's numbers."""

@@ -9,11 +9,14 @@ one that is not is whole on every rank.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
 from pyengine.models.decoder.kernels import (
+    ConvWeights,
     ExpertProducts,
+    GatedNormWeights,
     Kernels,
     NormWeights,
     Product,
@@ -22,6 +25,7 @@ from pyengine.models.decoder.kernels import (
 )
 from pyengine.models.decoder.names import Names, Stored
 from pyengine.models.decoder.ranks import WHOLE, Rank
+from pyengine.models.decoder.recurrent import Convolution, GatedNorm
 from pyengine.models.decoder.spec import MLP, Norm
 from pyengine.models.decoder.stored_weight import Weight
 
@@ -77,10 +81,16 @@ class Weights:
         *,
         has_bias: bool = False,
         divided: Axis | None = None,
+        groups: int = 1,
     ) -> Linear:
-        """A linear layer; several `outputs` follow each other."""
+        """A linear layer; several `outputs` follow each other.
+
+        A file may have them in `groups` of equal sizes, see `Stored.is_grouped`.
+        """
         sizes = [outputs] if isinstance(outputs, int) else list(outputs)
         weight, bias = self._pair(name, sizes, inputs, has_bias, divided)
+        if groups > 1 and self._stored(name)[1].is_grouped:
+            weight = _ungrouped(weight, sizes, groups)
         if divided == "inputs" and self.rank.number:
             bias = None  # it is added once
         return Linear(self.kernels.product(weight, bias))
@@ -150,10 +160,66 @@ class Weights:
         weight = self._vector(prefix, stored, stored.weight, [size], divided)
         return self.kernels.exact_vector(weight)
 
+    def array(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *others: tuple[int, ...],
+        is_log: bool = False,
+        is_transposed: bool = False,
+    ) -> Any:
+        """An array of `shape` in float32, which may have `other` shapes in files.
+
+        If it `is_log`, minus the exponential of the numbers in the file; a matrix may be
+        transposed.
+        """
+        prefix, stored = self._stored(name)
+        [part] = stored.parts
+        tensor = self._tensors.take(prefix + part + stored.weight, shape, *others)
+        tensor = tensor.reshaped(shape)
+        weight = Weight((tensor,), shape)
+        if is_transposed:
+            weight = Weight((tensor.transposed(),), shape[::-1])
+        return self.kernels.exact_array(weight, is_log=is_log)
+
+    def conv(self, name: str, conv: Convolution, sizes: Sequence[int] = ()) -> ConvWeights:
+        """A convolution, whose channels may be in several tensors, of these sizes.
+
+        transformers divides them equally when it saves such a model, whatever their sizes are.
+        """
+        prefix, stored = self._stored(name)
+        parts = sizes if len(stored.parts) == len(sizes) else [conv.channels]
+        equal = [conv.channels // len(parts)] * len(parts)
+        if self._tensors.has_shape(
+            prefix + stored.parts[0] + stored.weight, (equal[0], 1, conv.size)
+        ):
+            parts = equal
+        tensors = []
+        for part, channels in zip(stored.parts, parts, strict=True):
+            shape = (channels, conv.size)
+            found = self._tensors.take(
+                prefix + part + stored.weight, (channels, 1, conv.size), shape
+            )
+            tensors.append(found.reshaped(shape))
+        weight = Weight(tuple(tensors), (conv.channels, conv.size))
+        bias = None
+        if conv.has_bias:
+            bias = self._vector(prefix, stored, stored.bias, [conv.channels])
+        return self.kernels.conv_weights(conv, weight, bias)
+
+    def gated_norm(self, name: str, norm: GatedNorm, width: int) -> GatedNormWeights:
+        """A norm with a gate, of rows of this width."""
+        prefix, stored = self._stored(name)
+        [part] = stored.parts
+        shapes = (width,), (width // norm.size, norm.size)
+        tensor = self._tensors.take(prefix + part + stored.weight, *shapes).reshaped((width,))
+        return GatedNormWeights(norm, self.kernels.vector(Weight((tensor,), (width,))))
+
     def experts(self, count: int, mlp: MLP, hidden: int) -> ExpertProducts:
         """The matrices of all experts."""
         inner = [mlp.size, mlp.size] if mlp.is_gated else [mlp.size]
-        gate_up, first = self._of_experts("expert_gate_up", count, inner, hidden, mlp, "outputs")
+        name = "expert_gate_up" if mlp.is_gated else "expert_up"
+        gate_up, first = self._of_experts(name, count, inner, hidden, mlp, "outputs")
         down, second = self._of_experts("expert_down", count, [hidden], mlp.size, mlp, "inputs")
         biases = (first, second) if mlp.has_bias else None
         return self.kernels.experts(gate_up, down, biases, mlp)
@@ -251,6 +317,9 @@ class Weights:
         """The tensors of a weight in the file, and their outputs, of all ranks."""
         whole = [size * self.rank.size for size in sizes] if divided == "outputs" else sizes
         parts = whole if len(stored.parts) == len(sizes) else [sum(whole)]
+        if stored.kinds and len(stored.parts) < len(sizes):
+            left = iter(whole)
+            parts = [sum(islice(left, count)) for count in stored.kinds]
         return zip(stored.parts, parts, strict=True)
 
     def _own_rows(
@@ -282,8 +351,21 @@ class Weights:
         return self._tensors.take(name + suffix, (count, *shape)).expert(index)
 
 
+def _ungrouped(weight: Weight, sizes: Sequence[int], groups: int) -> Weight:
+    """A matrix whose outputs are grouped in its one tensor, with those of each kind in a row."""
+    [tensor] = weight.parts
+    per_group = [size // groups for size in sizes]
+    parts, first = [], 0
+    for size in per_group:
+        for group in range(groups):
+            start = group * sum(per_group) + first
+            parts.append(tensor.only(slice(start, start + size)))
+        first += size
+    return Weight(tuple(parts), weight.shape)
+
+
 class NoKernels:
     """Reads nothing and computes nothing: weights are checked by their headers."""
 
     def __getattr__(self, _name: str) -> Any:
-        return lambda *_arguments: None
+        return lambda *_arguments, **_named: None

@@ -44,6 +44,12 @@ impl Activation {
         self.dispatch(Gates { numbers, gates });
     }
 
+    /// Replaces each number by its activation.
+    #[inline(always)]
+    pub(crate) fn map(self, numbers: &mut [f32]) {
+        self.dispatch(Numbers(numbers));
+    }
+
     /// Runs `work` with the function: one loop for each of them.
     #[inline(always)]
     pub(crate) fn dispatch(self, work: impl WithFunction) {
@@ -83,8 +89,19 @@ impl WithFunction for Gates<'_> {
     }
 }
 
+struct Numbers<'a>(&'a mut [f32]);
+
+impl WithFunction for Numbers<'_> {
+    #[inline(always)]
+    fn run(self, function: impl Function) {
+        for number in self.0 {
+            *number = function.of(*number);
+        }
+    }
+}
+
 #[derive(Clone, Copy)]
-struct Silu;
+pub(crate) struct Silu;
 
 impl Function for Silu {
     #[inline(always)]

@@ -73,3 +73,38 @@ pub(crate) fn best_vectors(isa: Isa, work: impl InVectors) {
     let _ = isa;
     work.run::<[f32; 8], 8>();
 }
+
+/// What is compiled for vectors of 16 lanes of each set of instructions, `N` of them at a time.
+pub(crate) trait InLanes {
+    /// Inlined, as [`InEachBuild::run`].
+    fn run<V: Vector<16>, const N: usize>(self);
+}
+
+/// Runs it with these instructions, which the machine has.
+pub(crate) fn best_lanes(isa: Isa, work: impl InLanes) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2(work: impl InLanes) {
+            work.run::<[__m256; 2], 2>();
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn avx512(work: impl InLanes) {
+            work.run::<__m512, 4>();
+        }
+        #[allow(unsafe_code)]
+        match isa {
+            // SAFETY: the machine has these instructions, as `Attention` looked up.
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(work) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(work) },
+            Isa::Neon | Isa::Portable => {}
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if isa == Isa::Neon {
+        return work.run::<[[float32x4_t; 2]; 2], 2>();
+    }
+    let _ = isa;
+    work.run::<[[f32; 8]; 2], 1>();
+}

@@ -80,6 +80,31 @@ pub enum Error {
         /// Slots of the cache.
         num_slots: usize,
     },
+    /// A slot that a layer's states do not have.
+    StateSlot {
+        /// The array of slots.
+        name: &'static str,
+        /// Index of the sequence.
+        at: usize,
+        /// The slot.
+        value: i64,
+        /// Slots of the states, if they are known.
+        num_slots: Option<usize>,
+    },
+    /// A slot that one sequence writes and another one reads or writes.
+    SharedState {
+        /// The slot.
+        slot: usize,
+        /// Two of the sequences.
+        sequences: (usize, usize),
+    },
+    /// Heads that do not share the heads of keys evenly.
+    Groups {
+        /// Heads.
+        heads: usize,
+        /// Heads of keys.
+        groups: usize,
+    },
     /// An index out of range: of a row, of a token, or a number of tokens.
     Index {
         /// The array of indices.
@@ -212,6 +237,32 @@ impl fmt::Display for Error {
                 f,
                 "slot {slot} of row {row} is neither -1 nor one of the {num_slots} of the cache"
             ),
+            Self::StateSlot {
+                name,
+                at,
+                value,
+                num_slots,
+            } => match num_slots {
+                None => write!(f, "{name}[{at}]={value}: it must be a slot, or -1 for none"),
+                Some(count) => write!(
+                    f,
+                    "{name}[{at}]={value} is neither -1 nor one of the {count} slots of the states"
+                ),
+            },
+            Self::SharedState {
+                slot,
+                sequences: (first, second),
+            } => write!(
+                f,
+                "slot {slot} is written by one of the sequences {first} and {second} and used by the other: copy the \
+                 state first"
+            ),
+            Self::Groups { heads, groups } => {
+                write!(
+                    f,
+                    "{heads} heads cannot share {groups} heads of keys evenly"
+                )
+            }
             Self::OtherCache { found, expected } => write!(
                 f,
                 "the cache has {} blocks of {}, the step was made for {} blocks of {}",

@@ -1,6 +1,7 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16, and what a step computes beside it: rotary
 //! embeddings, norms, activations, linear layers by weights in floats ([`PackedWeight`]) or in few bits ([`QuantizedWeight`]),
-//! and the choice of tokens by their logits ([`Draws`]).
+//! recurrent layers ([`Attention::gated_delta`], [`Attention::mamba2`], [`Attention::short_conv`]), and the choice of tokens
+//! by their logits ([`Draws`]).
 //!
 //! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
 //! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
@@ -30,6 +31,9 @@
 //!   few, with the same bits.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
+//! * **A state depends on its sequence alone.** Recurrent layers compute tokens one after another, so a state and the
+//!   outputs have the same bits however the sequence is cut into steps ([`StateStep`]). A lane is an output: nothing is
+//!   added up across lanes.
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
 //!   [`Error`] that names the value, and nothing has been written then.
 //!
@@ -82,6 +86,8 @@ mod error;
 mod exponential;
 mod float8_weight;
 mod floats;
+mod gated_delta;
+mod gated_norm;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // memory is read and written as vectors
 mod int8;
@@ -96,6 +102,7 @@ mod linear_task;
 mod lines;
 mod logits;
 mod logprobs;
+mod mamba;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
@@ -118,7 +125,11 @@ mod quantized_weight;
 mod region;
 mod rotation;
 mod rows;
+mod short_conv;
 mod softmax;
+mod softplus;
+mod state_tile;
+mod states;
 mod step;
 mod stored;
 mod threads;
@@ -140,14 +151,19 @@ pub use dispatch::Attend;
 pub use draw::Draws;
 pub use element::Element;
 pub use error::Error;
+pub use gated_delta::{DeltaLayer, DeltaRows, DeltaShape, KeySharing};
+pub use gated_norm::{GateFunction, GatedNorm};
 pub use isa::Isa;
 pub use logprobs::{Logprobs, Reported};
+pub use mamba::{Mamba2Shape, MambaRows, MambaWeights};
 pub use packed_weight::PackedWeight;
 pub use pool::limit_threads;
 pub use quantized_format::QuantizedFormat;
 pub use quantized_weight::QuantizedWeight;
 pub use rotation::{HeadNorm, Layout, NewRows, Order, Rotation};
 pub use rows::{Gate, Map, Norm};
+pub use short_conv::{ConvRows, ShortConv};
+pub use states::StateStep;
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use stored::Stored;
 pub use write::{CacheArrays, Rows};

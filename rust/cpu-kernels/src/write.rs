@@ -49,6 +49,18 @@ impl<'a, E> Rows<'a, E> {
         self.width
     }
 
+    /// Checks their number and width; `name` is that of the array.
+    pub(crate) fn check(
+        &self,
+        name: &'static str,
+        count: usize,
+        width: usize,
+    ) -> Result<(), Error> {
+        let expected = CacheShape::elements(1, count, width)?;
+        same_length(name, expected, self.count * self.width)?;
+        same_length(name, count, self.count)
+    }
+
     #[inline(always)]
     pub(crate) fn row(&self, at: usize) -> &'a [E] {
         &self.memory[at * self.stride..][..self.width]

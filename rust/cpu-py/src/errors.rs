@@ -72,6 +72,7 @@ pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
         E::Zero(_)
         | E::TooLarge
         | E::Heads { .. }
+        | E::Groups { .. }
         | E::Layout { .. }
         | E::Softcap(_)
         | E::Threads(_)
@@ -88,6 +89,8 @@ pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
         | E::Block { .. }
         | E::Prefix { .. }
         | E::Slot { .. }
+        | E::StateSlot { .. }
+        | E::SharedState { .. }
         | E::Index { .. }
         | E::Output { .. }
         | E::OtherCache { .. } => BufferError::new_err(text),

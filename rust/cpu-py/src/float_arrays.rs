@@ -28,7 +28,7 @@ pub(crate) fn array<T: Element>(
     }
 }
 
-/// The rows of an array `[T, heads, dim]`, each of which is contiguous; they may be parts of longer ones.
+/// The rows of an array `[T, size]` or `[T, heads, dim]`, each of which is contiguous; they may be parts of longer ones.
 pub(crate) fn rows<'a, T: Element>(name: &str, buffer: &'a PyBuffer<T>) -> PyResult<Rows<'a, T>> {
     shared_rows(buffer).ok_or_else(|| {
         BufferError::new_err(format!(
@@ -85,6 +85,17 @@ pub(crate) fn writable<T: Element>(
     match buffer.readonly() {
         true => Err(BufferError::new_err(format!("array {name} is read-only"))),
         false => Ok(buffer),
+    }
+}
+
+/// Refuses an array of another shape.
+pub(crate) fn of_shape<T>(name: &str, array: &PyBuffer<T>, shape: &[usize]) -> PyResult<()> {
+    match array.shape() == shape {
+        true => Ok(()),
+        false => Err(BufferError::new_err(format!(
+            "array {name} has shape {:?}, not {shape:?}",
+            array.shape()
+        ))),
     }
 }
 

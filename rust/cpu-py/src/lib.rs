@@ -5,7 +5,10 @@ mod attention;
 mod claims;
 mod errors;
 mod float_arrays;
+mod gated_delta;
+mod gated_norm;
 mod linear;
+mod mamba;
 mod memory;
 mod numbers;
 mod quantise;
@@ -13,6 +16,8 @@ mod quantized;
 mod rotation;
 mod rows;
 mod sampling;
+mod short_conv;
+mod states;
 mod weights;
 
 use pyo3::prelude::*;
@@ -26,10 +31,15 @@ fn _cpu(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::CpuAttention>()?;
     module.add_class::<attention::CpuCache>()?;
     module.add_class::<attention::CpuStep>()?;
+    module.add_class::<states::CpuStateStep>()?;
     module.add_class::<linear::PackedWeight>()?;
     module.add_class::<quantized::QuantizedWeight>()?;
     module.add_function(wrap_pyfunction!(attention::limit_threads, module)?)?;
+    gated_delta::add_to(module)?;
+    gated_norm::add_to(module)?;
+    mamba::add_to(module)?;
     quantise::add_to(module)?;
     rows::add_to(module)?;
-    sampling::add_to(module)
+    sampling::add_to(module)?;
+    short_conv::add_to(module)
 }

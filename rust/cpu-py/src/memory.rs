@@ -17,28 +17,32 @@ pub(crate) fn shared_slice<T: Element>(buffer: &PyBuffer<T>) -> &[T] {
     }
 }
 
-/// The rows of a buffer `[T, heads, dim]`, to be read likewise: elements of a row lie side by side, rows anywhere
-/// after one another. `None`: they do not.
+/// The rows of a buffer `[T, size]` or `[T, heads, dim]`, to be read likewise: elements of a row lie side by side, rows
+/// anywhere after one another. `None`: they do not.
 #[allow(unsafe_code)]
 pub(crate) fn shared_rows<T: Element>(buffer: &PyBuffer<T>) -> Option<Rows<'_, T>> {
-    let &[count, heads, dim] = buffer.shape() else {
-        return None;
-    };
-    let (width, size) = (heads.checked_mul(dim)?, size_of::<T>());
+    let (&count, sizes) = buffer.shape().split_first()?;
+    let mut width = 1usize;
+    for &size in sizes {
+        width = width.checked_mul(size)?;
+    }
     if count == 0 || width == 0 {
         return Rows::new(&[], count, width, width).ok();
     }
-    let strides = buffer.strides();
-    let is_dense = |at: usize, stride: usize| {
-        buffer.shape()[at] == 1 || usize::try_from(strides[at]) == Ok(stride * size)
-    };
+    let (size, strides) = (size_of::<T>(), buffer.strides());
     let stride = match count {
         1 => width,
         _ => usize::try_from(strides[0]).ok()? / size,
     };
-    let is_apart = stride >= width && (count == 1 || is_dense(0, stride));
-    if !is_apart || !is_dense(1, dim) || !is_dense(2, 1) {
+    if stride < width || (count > 1 && usize::try_from(strides[0]) != Ok(stride * size)) {
         return None;
+    }
+    let mut dense = size;
+    for (&size, &stride) in sizes.iter().zip(&strides[1..]).rev() {
+        if size != 1 && usize::try_from(stride) != Ok(dense) {
+            return None;
+        }
+        dense *= size;
     }
     let length = stride.checked_mul(count - 1)?.checked_add(width)?;
     // SAFETY: as in `shared_slice`; by the strides, the memory from the first element to the last belongs to the

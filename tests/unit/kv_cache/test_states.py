@@ -1,131 +1,66 @@
-"""Snapshots of states through the Python binding."""
+"""The pool of states: its arrays, its size, and copies of slots."""
 
+import numpy as np
 import pytest
 
-from pyengine.kv_cache import (
-    BlockManager,
-    Computing,
-    ConfigError,
-    PlanError,
-    Prefilled,
-    Sequence,
-    StateUsage,
-    replay,
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.states import StateArray, StatePool, StateSpec
+from pyengine.utils.devices import CPU
+
+SPECS = (
+    StateSpec(StateArray((3, 8), "float32"), StateArray((2, 4, 5), "float32")),
+    StateSpec(StateArray((2, 6), "bfloat16")),
 )
 
-Copies = list[tuple[int, int, list[int]]]
+
+def filled():
+    pool = StatePool(SPECS, 4, CPU)
+    for number, layer in enumerate(pool.layers):
+        for array in (layer.conv, layer.recurrent):
+            if array is not None:
+                array[:] = np.arange(4).reshape(4, *[1] * (array.ndim - 1)) + 10 * number
+    return pool
 
 
-def stateful(num_blocks: int = 64, **options: object) -> BlockManager:
-    """Blocks of four tokens, snapshots of two blocks, spare ones every 16 tokens."""
-    return BlockManager(
-        num_blocks,
-        4,
-        state_blocks=2,
-        snapshot_cadence=16,
-        snapshot_min_tokens=8,
-        **options,  # type: ignore[arg-type]
-    )
+def test_each_layer_has_zeros_of_its_shapes_and_types():
+    pool = StatePool(SPECS, 4, CPU)
+    first, second = pool.layers
+    assert first.conv.shape == (4, 3, 8) and first.recurrent.shape == (4, 2, 4, 5)
+    assert second.conv.shape == (4, 2, 6) and second.recurrent is None
+    assert first.conv.dtype == np.float32 and second.conv.dtype == np.uint16
+    assert not any(array.any() for array in (first.conv, first.recurrent, second.conv))
 
 
-def compute(manager: BlockManager, sequence: Sequence) -> list[tuple[int, Copies, Copies]]:
-    """Compute all tokens; the number of tokens, the loads and the saves of each step."""
-    steps = []
-    samples = False
-    while not samples:
-        plan = manager.begin_step(1000)
-        answer = plan.prefill(sequence, 1000)
-        assert isinstance(answer, Prefilled)
-        steps.append((answer.num_tokens, plan.state_loads(), plan.state_saves()))
-        samples = answer.samples
-        plan.commit([7] if samples else [])
-        manager.check()
-    return steps
+def test_a_slot_takes_the_bytes_of_all_arrays():
+    assert StatePool(SPECS, 4, CPU).bytes_per_slot == 4 * (24 + 40) + 2 * 12
+    assert SPECS[0].num_bytes == 4 * (24 + 40)
 
 
-def test_a_second_request_continues_a_snapshot() -> None:
-    manager = stateful(explain=True)
-    first = manager.sequence(range(42))
-    steps = compute(manager, first)
-    assert [tokens for tokens, _, _ in steps] == [16, 16, 8, 2]
-    assert steps[0][1] == [(first.id, 0, [])]  # the state of no token
-    assert [[position for _, position, _ in saves] for _, _, saves in steps] == [
-        [16],
-        [32],
-        [40],
-        [],
-    ]
-    kept = steps[0][2][0][2]
-    assert len(kept) == 2
-
-    prompt = [*range(26), *range(900, 908)]
-    explanation = manager.explain(prompt)
-    assert (explanation.reason, explanation.position) == ("no_snapshot", 16)
-    assert (explanation.cached_to, explanation.num_pool_tokens) == (24, 16)
-    second = manager.sequence(prompt)
-    steps = compute(manager, second)
-    assert steps[0][1] == [(second.id, 16, kept)]
-    assert [tokens for tokens, _, _ in steps] == [8, 8, 2]  # 8 again, up to the branch point
-    assert second.block_table[:6] == first.block_table[:6]
-    stats = manager.stats()
-    assert (stats.loaded_snapshots, stats.replayed_tokens) == (1, 8)
-    assert manager.state_usage().snapshots == stats.saved_snapshots == 5
+def test_copies_are_read_before_any_is_written():
+    pool = filled()
+    pool.copy([(0, 1), (1, 0), (3, 2)])
+    for number, layer in enumerate(pool.layers):
+        expected = np.array([1, 0, 3, 3]) + 10 * number
+        assert (layer.conv.reshape(4, -1) == expected[:, None]).all()
+        if layer.recurrent is not None:
+            assert (layer.recurrent.reshape(4, -1) == expected[:, None]).all()
+    pool.copy([])
 
 
-def test_usage_and_pins() -> None:
-    manager = stateful()
-    sequence = manager.sequence(range(22))
-    compute(manager, sequence)
-    usage = manager.state_usage()
-    assert isinstance(usage, StateUsage)
-    assert (usage.snapshots, usage.blocks, usage.pending_blocks) == (1, 2, 0)
-    del sequence
-    with manager.match_prefix(range(20)) as pin:
-        assert (pin.num_tokens, pin.num_state_tokens) == (20, 16)
-        assert pin.blocks[-2:] == pin.state_blocks
-        manager.evict_all()
-        assert manager.state_usage().snapshots == 1
-    manager.evict_all()
-    assert manager.state_usage().snapshots == 0
-    assert repr(manager.state_usage()).startswith("StateUsage(snapshots=0, blocks=0")
+def test_tensors_are_over_the_memory_of_arrays():
+    pytest.importorskip("torch")
+    pool = filled()
+    pool.layers[0].recurrent[2] = 7.5
+    assert (pool.tensors[0].recurrent[2] == 7.5).all()
+    assert str(pool.tensors[1].conv.dtype) == "torch.bfloat16"
 
 
-def test_wanted_snapshots() -> None:
-    manager = stateful()
-    sequence = manager.sequence(range(20))
-    sequence.want_snapshots([7, 13])
-    saves = [saves for _, _, saves in compute(manager, sequence)]
-    assert [position for save in saves for _, position, _ in save] == [4, 12]
+def test_memory_that_is_not_there_is_named():
+    with pytest.raises(ConfigurationError, match="states of 280 bytes could not be allocated"):
+        StatePool(SPECS, 1 << 46, CPU)
 
 
-def test_equal_prompts_wait_for_the_first() -> None:
-    manager = stateful()
-    first, second = manager.sequence(range(20)), manager.sequence(range(20))
-    plan = manager.begin_step(100)
-    assert isinstance(plan.prefill(first, 100), Prefilled)
-    assert isinstance(plan.prefill(second, 100), Computing)
-    plan.commit([])
-    assert compute(manager, second)[0][0] == 4
-
-
-def test_misuse() -> None:
-    manager = stateful()
-    sequence = manager.sequence(range(4))
-    with pytest.raises(PlanError, match="planned steps"):
-        sequence.extend(4)
-    with pytest.raises(ConfigError, match="blocks of a snapshot"):
-        BlockManager(4, 4, state_blocks=5)
-
-
-def test_a_recording_has_the_settings(tmp_path: object) -> None:
-    manager = stateful()
-    path = f"{tmp_path}/states.kvtrace"
-    manager.record(path)
-    sequence = manager.sequence(range(42))
-    sequence.want_snapshots([9])
-    compute(manager, sequence)
-    manager.stop_recording()
-    report = replay(path)
-    assert report.divergence is None
-    assert report.settings["state_blocks"] == 2
-    assert report.settings["snapshot_cadence"] == 16
+def test_a_model_without_states_has_an_empty_pool():
+    pool = StatePool((), 4, CPU)
+    pool.copy([(0, 1)])
+    assert pool.layers == [] and pool.bytes_per_slot == 0

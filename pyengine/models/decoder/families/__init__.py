@@ -5,10 +5,13 @@ from types import MappingProxyType
 
 from pyengine.models.decoder.families import (
     classic,
+    delta,
     dense,
     experts,
     gemma,
     latent,
+    lfm2,
+    mamba,
     mixed,
     sigmoid_experts,
 )
@@ -23,4 +26,9 @@ TABLE: Mapping[str, Family] = MappingProxyType(
 )
 """Families by the `model_type` of their configurations."""
 
-__all__ = ["NEUTRAL", "NO_EFFECT", "TABLE", "Family"]
+RECURRENT: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for file in (delta, mamba, lfm2) for family in file.FAMILIES}
+)
+"""Families that keep states, which the engine does not run: decoders alone are built of them."""
+
+__all__ = ["NEUTRAL", "NO_EFFECT", "RECURRENT", "TABLE", "Family"]

@@ -53,7 +53,8 @@ def _granitemoe(settings: Settings) -> DecoderSpec:
     return granite_decoder(settings, [mixer] * layer_count(settings), experts)
 
 
-def _qwen_experts(settings: Settings, **more: Any) -> Experts:
+def qwen_experts(settings: Settings, **more: Any) -> Experts:
+    """Qwen's experts; `more` are further fields."""
     return Experts(
         routing=routed(settings, "num_experts", is_normalised=settings.flag("norm_topk_prob")),
         mlp=gated(settings, size="moe_intermediate_size"),
@@ -68,7 +69,7 @@ def _qwen2_moe(settings: Settings) -> DecoderSpec:
         settings, lambda layer: layer < first and (layer + 1) % 2 == 1, none=0
     )
     shared = gated(settings, size="shared_expert_intermediate_size")
-    parts = _sparse_layers(settings, _qwen_experts(settings, shared=shared, shared_gate=True))
+    parts = qwen_sparse_layers(settings, qwen_experts(settings, shared=shared, shared_gate=True))
     layers = [
         pre_norm(replace(mixer, window=window), part, norm)
         for window, part in zip(windows, parts, strict=True)
@@ -85,11 +86,11 @@ def _qwen3_moe(settings: Settings) -> DecoderSpec:
         window=window if settings.flag("use_sliding_window") else None,
         query_key_norm=QueryKeyNorm(norm=norm, over="head"),
     )
-    parts = _sparse_layers(settings, _qwen_experts(settings))
+    parts = qwen_sparse_layers(settings, qwen_experts(settings))
     return decoder(settings, [pre_norm(mixer, part, norm) for part in parts], norm)
 
 
-def _sparse_layers(settings: Settings, experts: Experts) -> Sequence[FeedForward]:
+def qwen_sparse_layers(settings: Settings, experts: Experts) -> Sequence[FeedForward]:
     """Qwen's: every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
     every = settings.integer("decoder_sparse_step")
     dense = settings.items("mlp_only_layers", None) or []

@@ -47,6 +47,7 @@ def _attention(settings: Settings) -> LatentAttention:
     return LatentAttention(
         heads=heads,
         plain_dim=plain,
+        shared_dim=rotated,
         value_dim=settings.integer("v_head_dim"),
         kv_rank=settings.integer("kv_lora_rank"),
         query_rank=settings.optional_integer("q_lora_rank"),

@@ -10,6 +10,7 @@ from pyengine.models.decoder.rotary_settings import (
     ROPE_DEFAULTS,
     RotaryKind,
     read_rotary,
+    rope_section,
     usable_positions,
 )
 from pyengine.models.decoder.settings import Settings
@@ -181,6 +182,12 @@ NEUTRAL: Mapping[str, tuple[object, str]] = MappingProxyType(
 )
 """Keys of other families, with the value that has no effect in a family that does not read them."""
 
+_LAYER_TYPES = {
+    **dict.fromkeys(("linear_attention", "mamba", "conv"), True),
+    **dict.fromkeys(("full_attention", "attention"), False),
+}
+"""Kinds of layers, and whether they keep a state."""
+
 MAX_LAYERS = 4096
 """Maximum number of layers: a spec has an entry for each."""
 
@@ -239,6 +246,12 @@ def attention(
     return Attention(**{**shape, **usual, **more})
 
 
+def without_rotation(settings: Settings) -> None:
+    """Accept any rotary settings: no head of the model rotates."""
+    if (section := rope_section(settings)) is not None:
+        section.pass_over(dict.fromkeys(section.names, "no head rotates"))
+
+
 def layer_count(settings: Settings) -> int:
     """The number of layers, of which a spec has one by one."""
     count = settings.integer("num_hidden_layers")
@@ -287,6 +300,18 @@ def sliding_layers(
     return [size if slide else None for slide in slides]
 
 
+def recurrent_layers(settings: Settings, keeps_state: Callable[[int], bool]) -> list[bool]:
+    """True for each layer that keeps a state, by `layer_types`, or where it is not given, by
+    `keeps_state`."""
+    count = layer_count(settings)
+    types = settings.items("layer_types", count)
+    if types is None:
+        return [keeps_state(layer) for layer in range(count)]
+    if not all(isinstance(kind, str) and kind in _LAYER_TYPES for kind in types):
+        settings.refuse("layer_types", f"known are {', '.join(_LAYER_TYPES)}")
+    return [_LAYER_TYPES[kind] for kind in types]
+
+
 def switched_layers(
     settings: Settings, is_sliding: Callable[[int], bool], *, none: int | None = None
 ) -> list[int | None]:
@@ -330,7 +355,7 @@ def equal_layers(
 
 
 def granite_decoder(
-    settings: Settings, mixers: Sequence[Attention], feed_forward: FeedForward
+    settings: Settings, mixers: Sequence[Mixer], feed_forward: FeedForward
 ) -> DecoderSpec:
     """The spec of a Granite model, by its factors."""
     norm, scale = rms(settings), settings.number("residual_multiplier")

@@ -146,12 +146,12 @@ def _check_first_form(
         settings.only(key, value, why="the other settings say so")
 
 
-def sparse_layers(settings: Settings) -> list[bool]:
-    """The layers that have experts, by `mlp_layer_types`; by default all but the first."""
+def sparse_layers(settings: Settings, first: int = 1) -> list[bool]:
+    """The layers that have experts, by `mlp_layer_types`; by default those from `first` on."""
     count = layer_count(settings)
     types = settings.items("mlp_layer_types", count)
     if types is None:
-        return [layer > 0 for layer in range(count)]
+        return [layer >= first for layer in range(count)]
     if any(kind not in ("dense", "sparse") for kind in types):
         settings.refuse("mlp_layer_types", "known are dense, sparse")
     return [kind == "sparse" for kind in types]

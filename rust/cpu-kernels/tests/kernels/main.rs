@@ -19,6 +19,7 @@ mod refusals;
 mod rotation;
 mod rows;
 mod sampling;
+mod states;
 mod tiles;
 
 fn main() -> ExitCode {
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
     rotation::add(&mut tests);
     rows::add(&mut tests);
     sampling::add(&mut tests);
+    states::add(&mut tests);
     tiles::add(&mut tests);
     tests.run()
 }

@@ -11,22 +11,29 @@ from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache.layer_groups import choose_layer_groups
 from pyengine.kv_cache.pool import KVPool
+from pyengine.kv_cache.states import StateInputs, StatePool
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.utils.dtypes import dtype_of
 
 BLOCK = 4
 _NUM_BLOCKS = 600
-_LONGEST = 60
+_NUM_SLOTS = 16
+_LONGEST = 100
 CPU = torch.device("cpu")
 
 
 @dataclass
 class Running:
-    """A sequence: its tokens, how many are computed, and its blocks in each layer group."""
+    """A sequence: its tokens, how many are computed, and its blocks in each layer group.
+
+    `source` is the slot of the state after what is computed, -1: none; `slot` that of later ones.
+    """
 
     tokens: list[int]
     tables: list[list[int]]
     computed: int = 0
+    source: int = -1
+    slot: int = -1
     logits: list[torch.Tensor] = field(default_factory=list)
     """One for every token that was computed."""
 
@@ -45,14 +52,20 @@ class Runner:
         groups = choose_layer_groups(spec.windows, specs, _LONGEST)
         self.pool = KVPool(specs, _NUM_BLOCKS, BLOCK, CPU, groups)
         self.backend = backend(self.pool)
+        self.states = StatePool(spec.state_specs, _NUM_SLOTS, CPU)
         self._free = np.random.default_rng(0).permutation(_NUM_BLOCKS).tolist()
+        self._free_slots = np.random.default_rng(1).permutation(_NUM_SLOTS).tolist()
 
     def add(self, tokens: Sequence[int]) -> Running:
         count = -(-_LONGEST // BLOCK)
         if len(self._free) < count * len(self.pool.groups.windows):
             raise RuntimeError("the pool is too small for these sequences")
         tables = [[self._free.pop() for _ in range(count)] for _ in self.pool.groups.windows]
-        return Running(list(tokens), tables)
+        return Running(list(tokens), tables, slot=self.new_slot())
+
+    def new_slot(self) -> int:
+        """A slot of a state, whose content is arbitrary; -1 for a model without states."""
+        return self._free_slots.pop() if self.states.specs else -1
 
     @torch.inference_mode()
     def step(self, *chunks: tuple[Running, int]) -> None:
@@ -60,17 +73,33 @@ class Runner:
         inputs = self._inputs(chunks)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
         metadata = self.backend.metadata(inputs)
+        states = self._state_inputs(inputs, chunks)
         if isinstance(self.backend, CpuBackend):
             arrays = ids.numpy(), positions.numpy(), rows.numpy()
-            result = torch.from_numpy(self.decoder(*arrays, metadata))
+            result = torch.from_numpy(self.decoder(*arrays, metadata, states))
             result = result.view(torch.bfloat16) if result.dtype == torch.uint16 else result
         else:
-            result = self.decoder(ids, positions, rows, metadata)
+            result = self.decoder(ids, positions, rows, metadata, states)
         start = 0
         for sequence, count in chunks:
             sequence.logits += result[start : start + count].unbind()
             sequence.computed += count
+            sequence.source = sequence.slot
             start += count
+
+    def _state_inputs(
+        self, inputs: StepInputs, chunks: Sequence[tuple[Running, int]]
+    ) -> StateInputs | None:
+        if not self.states.specs:
+            return None
+        sources, slots = (
+            np.array([getattr(seq, name) for seq, _ in chunks], np.int64)
+            for name in ("source", "slot")
+        )
+        starts = inputs.host_query_start_loc
+        takes_arrays = isinstance(self.backend, CpuBackend)
+        layers = self.states.layers if takes_arrays else self.states.tensors
+        return StateInputs(starts, sources, slots, layers)
 
     def _inputs(self, chunks: Sequence[tuple[Running, int]]) -> StepInputs:
         spans = [(seq, range(seq.computed, seq.computed + count)) for seq, count in chunks]
