@@ -14,6 +14,7 @@ from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepR
 from pyengine.engine.step_rows import RecentRows, StepRows, SubmittedStep
 from pyengine.errors import BrokenLogitsError, EngineDeadError, StructuredOutputError
 from pyengine.executor.executor import Executor, ModelStep
+from pyengine.executor.states import StateSlots
 from pyengine.kv_cache import BlockManager
 from pyengine.request.request import Request, SequenceState, requests_of
 from pyengine.scheduler.batch import ScheduledStep
@@ -162,7 +163,7 @@ class Engine:
             for part in self._parts.planned:
                 part.planned(step)
             rows, positions = self._rows.of(step)
-            model_step = ModelStep(step.plan, rows.batch, positions, step.mtp)
+            model_step = ModelStep(step.plan, rows.batch, positions, step.mtp, self._states(step))
             self._executor.submit(model_step, before)
             self._queue.append(SubmittedStep(step, rows, model_step, step.plan.num_tokens))
         except BaseException as error:
@@ -174,6 +175,14 @@ class Engine:
             self._recover(sequences, num_tokens, error)
             return False
         return True
+
+    def _states(self, step: ScheduledStep) -> StateSlots | None:
+        """The slots of the step's running states; None: the model has none."""
+        states = self._scheduler.states
+        if states is None:
+            return None
+        ids = [sequence.kv.id for sequence in step.sequences]
+        return StateSlots(ids, states.slots_of(step), states.take_forks(step))
 
     def _commit(self) -> SubmittedStep | None:
         """Wait for the oldest step and commit it. None: it failed and was rolled back."""

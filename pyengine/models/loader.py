@@ -237,6 +237,7 @@ def _load(
     return LoadedModel(
         model=DecoderModel(decoder, device, mtp),
         layers=attending_layers(spec, with_mtp_layers=mtp is not None),
+        states=tuple(spec.state_specs),
         tokenizer=texts.tokenizer,
         path=source.path,
         name=source.name,
@@ -276,11 +277,6 @@ def _opened(
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
-            if opened.spec.recurrent:
-                raise ModelLoadError(
-                    f"{source.name} keeps a recurrent state, which a paged KV cache does not hold: "
-                    "this model is not supported"
-                )
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
             yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)

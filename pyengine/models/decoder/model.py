@@ -9,6 +9,7 @@ from pyengine.attention.context import PagedContext
 from pyengine.attention.cpu import CpuMetadata
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
+from pyengine.kv_cache.states import StateInputs
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
@@ -38,9 +39,9 @@ class DecoderModel:
     ) -> Any:
         """See `Model`. In place of arrays, tensors on the CPU are taken, and give one."""
         if not self.takes_arrays or isinstance(ids, np.ndarray):
-            return self._decoder(ids, positions, rows, self._adapted(paged))
+            return self._decoder(ids, positions, rows, self._adapted(paged), _states_of(paged))
         own = array_of(ids), array_of(positions), array_of(rows)
-        return tensor_of(self._decoder(*own, self._adapted(paged)))
+        return tensor_of(self._decoder(*own, self._adapted(paged), _states_of(paged)))
 
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""
@@ -74,6 +75,10 @@ class DecoderModel:
 
     def check_attended(self, context: PagedContext) -> None:
         """See `Model.check_attended`: our layers do."""
+
+
+def _states_of(paged: "PagedContext | CompiledModel") -> StateInputs | None:
+    return paged.states if isinstance(paged, PagedContext) else None
 
 
 class _ArrayMetadata:

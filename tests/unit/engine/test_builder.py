@@ -12,7 +12,7 @@ from pyengine.config import EngineSettings
 from pyengine.engine import builder
 from pyengine.engine.description import about_sampling
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.pool import PoolSettings
+from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.loader import load_model
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.devices import CPU

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine.models.decoder.families import RECURRENT as ROWS
+from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.unit.models.decoder.steps import CPU, Runner, Running, generate
