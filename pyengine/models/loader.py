@@ -214,6 +214,11 @@ def _load(
     device = target.device
     with _opened(source, kernels) as (opened, read_texts), beside(read_texts) as reading:
         spec = opened.spec
+        if not spec.cached:
+            raise ModelLoadError(
+                f"{source.name} has no layer with attention: pyengine runs models with at least "
+                "one, whose keys and values it caches"
+            )
         choice = choose_dtype(target.dtype, spec.saved_dtype, device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
         if kernels.quantises and opened.formats:
