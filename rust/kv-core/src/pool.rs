@@ -21,9 +21,9 @@ use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::queue::{BlockMeta, Counts, FreeQueue, List};
 use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
 use crate::sequence::Registered;
+use crate::snapshots::Snapshots;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
-use snapshots::Snapshots;
 
 /// Stored blocks that may wait to be hashed.
 const MAX_UNHASHED: usize = 1_024;
