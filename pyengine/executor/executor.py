@@ -128,9 +128,7 @@ class Executor:
         """
         batch, prompts = step.batch, step.batch.prompts
         extra = np.concatenate([part.rows for part in prompts]) if prompts else None
-        forward = self.runner.prepare(
-            step.plan, extra_rows=extra, mtp=step.mtp, states=step.states
-        )
+        forward = self.runner.prepare(step.plan, extra_rows=extra, mtp=step.mtp, states=step.states)
         masks: TokenMasks | None = None
         if batch.sampling.matchers:
             masks = TokenMasks(batch.sampling.matchers, batch.sampling.vocab_size, self._masks)

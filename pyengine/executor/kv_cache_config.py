@@ -42,9 +42,7 @@ class KVCacheConfig:
         """Allocate the tensors on the model's device."""
         size, device = self.size, loaded.device
         states = StatePool(self.states, size.num_states, device) if self.states else None
-        return KVPool(
-            self.specs, size.num_blocks, self.block_size, device, self.groups, states
-        )
+        return KVPool(self.specs, size.num_blocks, self.block_size, device, self.groups, states)
 
 
 def configure_cache(

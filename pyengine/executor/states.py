@@ -1,6 +1,6 @@
 """The states of a step: which slots its sequences continue, and the copies around it.
 
-    fork copies -> snapshots to slots -> forward pass -> slots to snapshots
+fork copies -> snapshots to slots -> forward pass -> slots to snapshots
 """
 
 from collections.abc import Sequence

@@ -145,9 +145,7 @@ class KVPool:
                 f"the KV pool of {num_blocks} + 1 blocks ({in_gib(self.num_bytes)}) could not be "
                 f"allocated on {device}: {error}; give fewer num_blocks"
             ) from error
-        self.snapshots = (
-            None if states is None else Snapshots(states, self._memory, num_blocks + 1)
-        )
+        self.snapshots = None if states is None else Snapshots(states, self._memory, num_blocks + 1)
         """The snapshots of states in the blocks, if the model has recurrent layers."""
         self._pieces = _in_pieces(self._memory.arrays)
         self._next_piece = next(self._pieces, None)

@@ -135,7 +135,10 @@ def _default_budget(settings: PoolSettings, device: Device, available: int) -> t
     """The default bytes of blocks and states, and the reason as text."""
     if device.type == "cuda":
         budget = int(available * settings.gpu_memory_utilization)
-        return budget, f"{settings.gpu_memory_utilization:.0%} of {in_gib(available)} free on {device}"
+        return (
+            budget,
+            f"{settings.gpu_memory_utilization:.0%} of {in_gib(available)} free on {device}",
+        )
     budget = min(int(available * _CPU_DEFAULT_SHARE), _CPU_DEFAULT_LIMIT)
     return (
         budget,

@@ -72,7 +72,10 @@ def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[RequestOutput]:
 def bits(outputs: list[RequestOutput]) -> list[Any]:
     """Tokens and log-probabilities, to compare them exactly."""
     return [
-        (list(part.token_ids), [sorted((t, p.logprob) for t, p in of.items()) for of in part.logprobs])
+        (
+            list(part.token_ids),
+            [sorted((t, p.logprob) for t, p in of.items()) for of in part.logprobs],
+        )
         for output in outputs
         for part in output.outputs
     ]
@@ -139,7 +142,7 @@ def test_hits_have_the_same_tokens_with_other_settings(
 _WIDE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "hidden_size": 64, 
+    "hidden_size": 64,
     "intermediate_size": 96,
     "max_position_embeddings": 1024,
 }
@@ -239,7 +242,7 @@ def test_a_second_request_computes_a_block_and_the_cadence_at_most(folder_of: Fo
             [output] = llm.generate([second], one, use_tqdm=False)
             computed = length - output.num_cached_tokens
             assert computed <= 512 + 4
-            [output] = llm.generate([shared + [2, 2]], one, use_tqdm=False)
+            [output] = llm.generate([[*shared, 2, 2]], one, use_tqdm=False)
             assert length - output.num_cached_tokens <= 64 + 4, "the third one, at a branch point"
 
 

@@ -9,8 +9,8 @@ from pyengine.attention.context import PagedContext
 from pyengine.attention.cpu import CpuMetadata
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
-from pyengine.kv_cache.states import StateInputs
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
+from pyengine.kv_cache.states import StateInputs
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers

@@ -60,9 +60,9 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="session")
 def first_of_family() -> "list[Tiny]":
     """One model of every family."""
-    from tests.unit.models.decoder.tiny_models import MODELS
+    from tests.unit.models.decoder.tiny_models import MODELS, RECURRENT
 
     cache: dict[str, Tiny] = {}
-    for tiny in MODELS:
+    for tiny in (*MODELS, *RECURRENT):
         cache.setdefault(tiny.family, tiny)
     return list(cache.values())
