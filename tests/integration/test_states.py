@@ -1,5 +1,6 @@
 """Models with recurrent layers, whole engines: transformers' tokens, in every way the same bits."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pyengine import LLM, RequestOutput, SamplingParams
+from pyengine import LLM, AsyncEngine, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.executor.executor import Executor
+from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from tests.support.reference import Reference
 from tests.unit.models.decoder.tiny_models import RECURRENT, Tiny, save
 
@@ -244,6 +246,24 @@ def test_a_second_request_computes_a_block_and_the_cadence_at_most(folder_of: Fo
             assert computed <= 512 + 4
             [output] = llm.generate([[*shared, 2, 2]], one, use_tqdm=False)
             assert length - output.num_cached_tokens <= 64 + 4, "the third one, at a branch point"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_state_is_kept_where_a_request_marks_its_prefix(marked: bool, folder_of: Folders) -> None:
+    rnd = Random(2)
+    shared = [rnd.randrange(3, 97) for _ in range(160)]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    hints = CacheHints(pins=((160, 60.0),)) if marked else NO_HINTS
+
+    async def cached_tokens() -> int:
+        async with AsyncEngine(folder_of("lfm2"), device="cpu", num_blocks=256) as engine:
+            for prompt in ([*shared, *[4] * 200], [*shared, 5]):
+                request = engine.request(prompt, one, cache_hints=hints)
+                async for output in engine.submit([request]):
+                    last = output
+        return last.num_cached_tokens
+
+    assert asyncio.run(cached_tokens()) == (160 if marked else 0)
 
 
 def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
