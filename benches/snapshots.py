@@ -3,8 +3,9 @@
     .venv/bin/python -m benches.snapshots FOLDER [--requests 2000] [--every 4]
 
 FOLDER has `mooncake_conversation.jsonl.gz` and `bbh_text.tar.gz` (see `benches/peers/traces.py`).
-Prompts go one after the other through the block manager alone: no model computes. The pool holds
-8 GiB, in the shapes of three released models.
+Prompts go one after the other through the block manager alone: no model computes. Those of the chat
+service are cut to their whole blocks of 512 tokens: the trace says of nothing else what follows it. The pool holds
+64 GiB, in the shapes of three released models.
 
 - A column has the share of prompt tokens that are not computed again. `keys and values` are those
   that are cached, whatever states are: the bound of every policy. The next columns add kinds of
@@ -18,13 +19,14 @@ import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from benches.peers.adapters.base import Tokens
 from benches.peers.traces import bbh, mooncake
 from pyengine import BlockManager, Prefilled, Sequence
 
 BLOCK = 16
-POOL_BYTES = 8 << 30
+POOL_BYTES = 64 << 30
 NEVER = 1 << 40
 
 
@@ -153,9 +155,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="n-th question of each task")
     options = parser.parse_args()
     groups = mooncake(options.folder / "mooncake_conversation.jsonl.gz", options.requests)
-    table("Mooncake", [prompt.tokens for group in groups for prompt in group])
+    whole = [(prompt.tokens, len(prompt.block_ids) * 512) for group in groups for prompt in group]
+    chat = [tokens[:length] for tokens, length in whole if length]
     questions = bbh(options.folder / "bbh_text.tar.gz", BLOCK, options.every, 1)
-    table("BBH", [prompt.tokens for prompt in questions])
+    few_shot = [prompt.tokens for prompt in questions]
+    mixed = [*chat, *few_shot]
+    Random(0).shuffle(mixed)
+    for name, prompts in (("Mooncake", chat), ("BBH", few_shot), ("mixed", mixed)):
+        table(name, prompts)
 
 
 if __name__ == "__main__":
