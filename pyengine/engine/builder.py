@@ -223,7 +223,7 @@ def _with_fewer_seqs(
     pool: PoolSettings, settings: EngineSettings, num_states: int
 ) -> tuple[PoolSettings, EngineSettings]:
     """The same settings for as many sequences as there are states."""
-    _log.warning(
+    _log.info(
         "max_num_seqs is %d, not %d: states of running sequences take half of the KV pool's "
         "memory; give a larger kv_cache_memory for more",
         num_states,
