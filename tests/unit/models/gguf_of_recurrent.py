@@ -23,10 +23,8 @@ TINY = {
     "qwen3next": _tiny("qwen3_next", mlp_only_layers=[]),
     "qwen35": _tiny("qwen3_5"),
     "qwen35moe": _tiny("qwen3_5_moe"),
-    "granitehybrid": _tiny("granitemoehybrid"),
-    "granitehybrid-dense": _tiny(
-        "granitemoehybrid", num_local_experts=0, num_experts_per_tok=0, mamba_conv_bias=False
-    ),
+    "granitehybrid": _tiny("granitemoehybrid", position_embedding_type="nope"),
+    "granitehybrid-dense": _tiny("granitemoehybrid-dense", mamba_proj_bias=False),
     "nemotron_h": _tiny("nemotron_h"),
     "nemotron_h_moe": _tiny("nemotron_h-experts"),
     "falcon-h1": _tiny(

@@ -168,14 +168,14 @@ def _falcon_h1(settings: Settings) -> DecoderSpec:
     has_norm, gates_last = settings.flag("mamba_rms_norm"), settings.flag("mamba_norm_before_gate")
     groups = settings.integer("mamba_n_groups")
     gated_norm = GatedNorm(size=width // groups, eps=norm.eps, gates_first=not gates_last)
-    scales = settings.numbers("ssm_multipliers", 5) if settings.has("ssm_multipliers") else None
+    scales = settings.numbers("ssm_multipliers", 5) if settings.has("ssm_multipliers") else ()
     mamba = _mamba2(
         settings,
         width,
         norm.eps,
         norm=gated_norm if has_norm else None,
         out_bias=settings.flag("projectors_bias"),
-        scales=scales,
+        scales=None if set(scales) <= {1.0} else scales,
         input_scale=number("ssm_in_multiplier"),
         output_scale=number("ssm_out_multiplier"),
     )

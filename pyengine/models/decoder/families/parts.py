@@ -260,6 +260,14 @@ def layer_count(settings: Settings) -> int:
     return count
 
 
+def layer_numbers(settings: Settings, key: str) -> list[int] | None:
+    """The numbers of some layers, or null."""
+    numbers = settings.items(key, None)
+    if numbers is not None and not all(type(number) is int for number in numbers):
+        settings.refuse(key, "it must be a list of numbers of layers")
+    return numbers
+
+
 def gated(
     settings: Settings, *, size: str = "intermediate_size", act: str = "hidden_act", bias: str = ""
 ) -> MLP:

@@ -197,7 +197,13 @@ RECURRENT = (
     Tiny(
         "granitemoehybrid",
         "granitemoehybrid",
-        {**_MAMBA2, **_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3},
+        {
+            **_MAMBA2,
+            **_GRANITE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "position_embedding_type": "rope",
+        },
     ),
     Tiny(
         "granitemoehybrid-dense",
@@ -207,7 +213,6 @@ RECURRENT = (
             **_GRANITE,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
-            "position_embedding_type": "rope",
             "mamba_proj_bias": True,
             "mamba_conv_bias": False,
         },
