@@ -473,7 +473,6 @@ FAMILIES = (
         },
         _KIMI_NAMES,
         {
-            **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), "no head rotates"),
             "head_dim": "the other sizes of heads count",
             "ep_size": "for training",
         },

@@ -248,6 +248,7 @@ def attention(
 
 def without_rotation(settings: Settings) -> None:
     """Accept any rotary settings: no head of the model rotates."""
+    settings.pass_over(dict.fromkeys(ROPE_DEFAULTS, "no head rotates"))
     if (section := rope_section(settings)) is not None:
         section.pass_over(dict.fromkeys(section.names, "no head rotates"))
 

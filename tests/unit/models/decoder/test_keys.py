@@ -108,7 +108,7 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
     folder = saved_folder(tiny)
     values = configuration_in(folder)
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect}
+    no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect} - TABLE[tiny.family].aliases.keys()
     before = ours(values, tmp_path)
     num_effects = 0
     walked = {key: value for key, value in values.items() if key not in _BOUNDS}
@@ -129,7 +129,7 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
         num_effects += bool((actual - before).abs().max() > TOLERANCE)
         if path[-1] in no_effect:
             assert torch.equal(actual, before), what
-    assert num_effects >= 2, "no value had an effect: the walk saw nothing"
+    assert num_effects >= 1, "no value had an effect: the walk saw nothing"
 
 
 _BOUNDS = {"time_step_limit", "time_step_min"}

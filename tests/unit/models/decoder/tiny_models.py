@@ -220,11 +220,6 @@ RECURRENT = (
     Tiny(
         "nemotron_h",
         "nemotron_h",
-        {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
-    ),
-    Tiny(
-        "nemotron_h-experts",
-        "nemotron_h",
         {
             **_NEMOTRON,
             "layers_block_type": ["moe", "mamba", "mamba", "attention", "moe"],
@@ -236,6 +231,11 @@ RECURRENT = (
             "moe_latent_size": 20,
             "use_bias": True,
         },
+    ),
+    Tiny(
+        "nemotron_h-dense",
+        "nemotron_h",
+        {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
     ),
     Tiny("falcon_h1", "falcon_h1", _FALCON),
     Tiny(
