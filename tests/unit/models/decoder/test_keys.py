@@ -103,9 +103,9 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
 ) -> None:
     import torch
 
-    from tests.unit.models.decoder.test_families import TOLERANCE
+    from tests.unit.models.decoder.test_families import tolerance_of
 
-    folder = saved_folder(tiny)
+    folder, tolerance = saved_folder(tiny), tolerance_of(tiny)
     values = configuration_in(folder)
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect} - TABLE[tiny.family].aliases.keys()
@@ -125,8 +125,8 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
             continue
         if expected is None or not expected.isfinite().all():
             continue  # transformers refuses more: it checks ids of tokens, for example
-        assert (actual - expected).abs().max() <= TOLERANCE, what
-        num_effects += bool((actual - before).abs().max() > TOLERANCE)
+        assert (actual - expected).abs().max() <= tolerance, what
+        num_effects += bool((actual - before).abs().max() > tolerance)
         if path[-1] in no_effect:
             assert torch.equal(actual, before), what
     assert num_effects >= 1, "no value had an effect: the walk saw nothing"
