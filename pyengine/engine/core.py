@@ -19,6 +19,7 @@ from pyengine.kv_cache import BlockManager
 from pyengine.request.request import Request, SequenceState, requests_of
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
+from pyengine.scheduler.states import RunningStates
 
 
 class Engine:
@@ -163,7 +164,9 @@ class Engine:
             for part in self._parts.planned:
                 part.planned(step)
             rows, positions = self._rows.of(step)
-            model_step = ModelStep(step.plan, rows.batch, positions, step.mtp, self._states(step))
+            model_step = ModelStep(step.plan, rows.batch, positions, step.mtp)
+            if self._scheduler.states is not None:
+                model_step.states = self._slots_of(step, self._scheduler.states)
             self._executor.submit(model_step, before)
             self._queue.append(SubmittedStep(step, rows, model_step, step.plan.num_tokens))
         except BaseException as error:
@@ -176,11 +179,7 @@ class Engine:
             return False
         return True
 
-    def _states(self, step: ScheduledStep) -> StateSlots | None:
-        """The slots of the step's running states; None: the model has none."""
-        states = self._scheduler.states
-        if states is None:
-            return None
+    def _slots_of(self, step: ScheduledStep, states: RunningStates) -> StateSlots:
         ids = [sequence.kv.id for sequence in step.sequences]
         return StateSlots(ids, states.slots_of(step), states.take_forks(step))
 

@@ -47,7 +47,8 @@ def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: Loaded
         way_out = "give fewer max_num_seqs, or a smaller max_model_len"
     raise ConfigurationError(
         f"the largest step does not fit into memory: {largest} take at least {in_gib(needed)} "
-        f"beside weights and KV pool, {in_gib(available)} are available on {loaded.device}; {way_out}"
+        f"beside weights and KV pool, {in_gib(available)} are available on {loaded.device}; "
+        f"{way_out}"
     )
 
 

@@ -194,6 +194,9 @@ class Scheduler:
         sequence.kv = self._manager.sequence(
             request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
         )
+        pins = request.cache_hints.pins
+        if pins and self.states is not None:
+            sequence.kv.want_snapshots([num_tokens for num_tokens, _ in pins])
         self._arrivals += 1
         sequence.order = (request.priority, self._arrivals, sequence.index)
         self._enqueue(sequence)

@@ -1,5 +1,6 @@
 """Models with recurrent layers, whole engines: transformers' tokens, in every way the same bits."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pyengine import LLM, RequestOutput, SamplingParams
+from pyengine import LLM, AsyncEngine, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.executor.executor import Executor
+from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from tests.support.reference import Reference
 from tests.unit.models.decoder.tiny_models import RECURRENT, Tiny, save
 
@@ -246,6 +248,24 @@ def test_a_second_request_computes_a_block_and_the_cadence_at_most(folder_of: Fo
             assert length - output.num_cached_tokens <= 64 + 4, "the third one, at a branch point"
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_state_is_kept_where_a_request_marks_its_prefix(marked: bool, folder_of: Folders) -> None:
+    rnd = Random(2)
+    shared = [rnd.randrange(3, 97) for _ in range(160)]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    hints = CacheHints(pins=((160, 60.0),)) if marked else NO_HINTS
+
+    async def cached_tokens() -> int:
+        async with AsyncEngine(folder_of("lfm2"), device="cpu", num_blocks=256) as engine:
+            for prompt in ([*shared, *[4] * 200], [*shared, 5]):
+                request = engine.request(prompt, one, cache_hints=hints)
+                async for output in engine.submit([request]):
+                    last = output
+        return last.num_cached_tokens
+
+    assert asyncio.run(cached_tokens()) == (160 if marked else 0)
+
+
 def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
     rnd = Random(1)
     shared = [rnd.randrange(3, 97) for _ in range(200)]
@@ -262,6 +282,7 @@ def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
     [
         ({"speculation": "ngram"}, "speculation='ngram': .* keep a state"),
         ({"speculation": "suffix"}, "speculation='suffix': .* keep a state"),
+        ({"kv_cache_dir": "kv"}, "kv_cache_dir, .* keep a state"),
         ({"compile": True}, "compile=True: .* keep a state"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* keep a state"),
     ],
@@ -289,3 +310,30 @@ def test_states_take_half_of_the_memory_at_most(folder_of: Folders) -> None:
         assert states <= 1 << 19 and states + int(str(rows["kv_cache_bytes"])) <= 1 << 20
         assert int(str(rows["running_states"])) < 500
         answers(llm)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_hits_are_verified(name: str, folder_of: Folders) -> None:
+    with engine(folder_of(name), verify_cache_hits=1.0) as llm:
+        for _ in range(2):
+            answers(llm)
+        stats = llm.stats()
+    assert stats.verification["verified_blocks"] > 0
+    assert stats.verification["different_blocks"] == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_log_probabilities_of_a_prompt_have_the_same_bits_again(
+    name: str, folder_of: Folders
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+
+    def logprobs(llm: LLM) -> list[Any]:
+        outputs = llm.generate(prompts(), params, use_tqdm=False)
+        return [[part and dict(part) for part in output.prompt_logprobs] for output in outputs]
+
+    with engine(folder_of(name)) as llm:
+        first = logprobs(llm)
+        assert logprobs(llm) == first
+    with engine(folder_of(name), enable_prefix_caching=False, max_num_batched_tokens=32) as llm:
+        assert logprobs(llm) == first

@@ -10,7 +10,6 @@ from pyengine.attention.cpu import CpuMetadata
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
-from pyengine.kv_cache.states import StateInputs
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
@@ -38,10 +37,11 @@ class DecoderModel:
         self, ids: Any, positions: Any, rows: Any, paged: "PagedContext | CompiledModel"
     ) -> Any:
         """See `Model`. In place of arrays, tensors on the CPU are taken, and give one."""
+        states = paged.states if isinstance(paged, PagedContext) else None
         if not self.takes_arrays or isinstance(ids, np.ndarray):
-            return self._decoder(ids, positions, rows, self._adapted(paged), _states_of(paged))
+            return self._decoder(ids, positions, rows, self._adapted(paged), states)
         own = array_of(ids), array_of(positions), array_of(rows)
-        return tensor_of(self._decoder(*own, self._adapted(paged), _states_of(paged)))
+        return tensor_of(self._decoder(*own, self._adapted(paged), states))
 
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""
@@ -75,10 +75,6 @@ class DecoderModel:
 
     def check_attended(self, context: PagedContext) -> None:
         """See `Model.check_attended`: our layers do."""
-
-
-def _states_of(paged: "PagedContext | CompiledModel") -> StateInputs | None:
-    return paged.states if isinstance(paged, PagedContext) else None
 
 
 class _ArrayMetadata:

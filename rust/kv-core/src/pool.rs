@@ -125,7 +125,8 @@ impl Pool {
             events: config.events.then(|| EventLog::new(num_blocks)),
             evicted: config.keep_evicted.then(Vec::new),
             history: history.map(Box::new),
-            snapshots: (config.state).map(|state| Box::new(Snapshots::new(state, num_blocks))),
+            snapshots: (config.state)
+                .map(|state| Box::new(Snapshots::new(state, num_blocks, config.block_size))),
             stats: Stats::default(),
         })
     }

@@ -6,7 +6,8 @@ use crate::config::StateConfig;
 use crate::ids::{BlockId, NodePosition};
 use crate::radix::RadixTree;
 
-/// The part of the pool that spare snapshots may take: 1 / this.
+/// The part of the pool that spare snapshots may take: 1 / this, or less if they are larger than the keys and values
+/// between two of them, which they save to compute again.
 const SPARE_SHARE: usize = 8;
 
 /// The cached snapshots of a pool, and the settings.
@@ -19,10 +20,12 @@ pub(crate) struct Snapshots {
 }
 
 impl Snapshots {
-    pub(crate) fn new(config: StateConfig, num_blocks: usize) -> Self {
+    pub(crate) fn new(config: StateConfig, num_blocks: usize, block_size: usize) -> Self {
+        let between = config.cadence.div_ceil(block_size).min(config.blocks);
+        let share = num_blocks / SPARE_SHARE * between / config.blocks;
         Self {
             config,
-            share: (num_blocks / SPARE_SHARE).max(config.blocks),
+            share: share.max(config.blocks),
             cached: BTreeMap::new(),
         }
     }
