@@ -13,8 +13,9 @@ from pyengine.cpu.threads import kernel_threads
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.loading import open_model
+from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.support.processes import run_python
-from tests.unit.models.decoder.steps import Runner, Running
+from tests.unit.models.decoder.steps import CPU, Runner, Running
 from tests.unit.models.decoder.tiny_models import RECURRENT, Tiny
 
 Saved = Callable[[Tiny], tuple[Path, Any]]
@@ -67,6 +68,23 @@ def test_a_sequence_continues_from_a_copied_state_with_the_same_bits(
     for fork in forks:
         runner.step((fork, len(first) - 9))
         assert torch.equal(bits(fork), bits(whole, 9))
+
+
+@every_model
+def test_bfloat16_is_as_close_to_float32_as_with_torch(tiny: Tiny, saved: Saved) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 101, (60,), generator=generator).tolist() for _ in range(4)]
+    folder, kind, logits = saved(tiny)[0], torch.bfloat16, []
+    by_torch = Runner(open_model(folder).decoder(TorchKernels(CPU, kind)), dtype=kind)
+    exact = Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32)))
+    for runner in (exact, by_torch, runner_of(tiny, saved, "bfloat16")):
+        running = [runner.add(prompt) for prompt in prompts]
+        runner.step(*((sequence, len(sequence.tokens)) for sequence in running))
+        logits.append(torch.stack([row for sequence in running for row in sequence.logits]))
+    right, theirs, ours = logits
+    # Medians: of rows whose experts change, errors say nothing.
+    torch_error, error = ((rows.float() - right).norm(dim=1).median() for rows in (theirs, ours))
+    assert error <= 1.15 * torch_error
 
 
 _IMPORTS = """
