@@ -42,8 +42,9 @@ def families() -> list[str]:
 def status(family: str) -> tuple[str, str]:
     """How the loader runs a family (own, fallback, refused), and why if it is refused."""
     if family in TABLE:
-        known = {**ARCHITECTURES, **RECURRENT_ARCHITECTURES}
-        files = [name for name, row in known.items() if row.family == family]
+        known = {name: row.family for name, row in ARCHITECTURES.items()}
+        known |= {name: row.family for name, row in RECURRENT_ARCHITECTURES.items()}
+        files = [name for name, own in known.items() if own == family]
         return OWN, f"GGUF: {', '.join(f'`{name}`' for name in files)}" if files else ""
     with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
