@@ -1,0 +1,86 @@
+"""The Triton kernels of state spaces: against torch, and made for absent GPUs."""
+
+from typing import Any
+
+import torch
+
+from pyengine.kv_cache.states import LayerState, StateInputs
+from pyengine.models.decoder.kernels import MambaWeights
+from pyengine.models.decoder.torch_states import TorchStates
+from tests.support.kernels import in_compiler, in_interpreter, machine_code
+from tests.unit.kernels.states import STEPS, compare, in_a_wider_row, num_tokens
+
+
+def check(step: str, rows: tuple[torch.Tensor, ...], weights: MambaWeights, shape: Any) -> None:
+    """The kernel computes what torch does, of x, time steps, B, C and maybe a gate."""
+    from pyengine.kernels.state_space import SpaceWeights, state_space
+
+    space = SpaceWeights(weights.rate, weights.bias, weights.skip)
+
+    def compute(parts: Any, state: torch.Tensor, own: Any) -> torch.Tensor:
+        return state_space(parts[:4], space, state, own, parts[4] if parts[4:] else None)
+
+    def oracle(parts: Any, state: LayerState, own: StateInputs) -> torch.Tensor:
+        gate = parts[4] if parts[4:] else None
+        return TorchStates().mamba(parts[:4], weights, state, own, gate)
+
+    compare(step, tuple(in_a_wider_row(part) for part in rows), shape, compute, oracle)
+
+
+@in_interpreter
+def test_mamba_2_is_that_of_torch() -> None:
+    """In the interpreter: heads that share what writes and reads, with and without gates."""
+    torch.manual_seed(0)
+    for step in STEPS:
+        for dtype, heads, head_dim, groups, state_size, has_gate in (
+            (torch.float32, 4, 12, 2, 16, True),
+            (torch.float16, 3, 64, 1, 100, False),
+            (torch.bfloat16, 2, 130, 2, 5, True),
+        ):
+            count = num_tokens(step)
+            shapes = [(heads, head_dim), (heads,), *[(groups, state_size)] * 2]
+            shapes += [(heads, head_dim)] if has_gate else []
+            rows = tuple(torch.randn(count, *shape).to(dtype) for shape in shapes)
+            rows[1][0] = 30.0  # a step so long that the state is forgotten
+            rate = -torch.rand(heads)
+            weights = MambaWeights(rate, torch.randn(heads), torch.randn(heads))
+            check(step, rows, weights, (heads, state_size, head_dim))
+
+
+@in_interpreter
+def test_mamba_is_that_of_torch() -> None:
+    """In the interpreter: decays that differ by number of the state."""
+    torch.manual_seed(0)
+    for step in STEPS:
+        for dtype, width, state_size, has_gate in (
+            (torch.float32, 24, 8, True),
+            (torch.float16, 100, 16, True),
+            (torch.bfloat16, 64, 3, False),
+        ):
+            count = num_tokens(step)
+            sizes = [width, width, state_size, state_size, *[width] * has_gate]
+            rows = tuple(torch.randn(count, size).to(dtype) for size in sizes)
+            rate = -torch.rand(state_size, width)
+            weights = MambaWeights(rate, torch.randn(width), torch.randn(width))
+            check(step, rows, weights, (state_size, width))
+
+
+KINDS: dict[str, Any] = {
+    **dict.fromkeys(("x", "time", "b", "c", "gate", "out"), "*bf16"),
+    **dict.fromkeys(("rate", "bias", "skip", "state"), "*fp32"),
+    **{"starts": "*i32", "sources": "*i64", "slots": "*i64", "strides": ("i32",) * 5},
+}
+
+
+@in_compiler
+def test_the_kernels_become_machine_code() -> None:
+    """For GPUs of several generations."""
+    from pyengine.kernels.state_space import _recurrent_kernel
+
+    mamba2 = {"heads": 128, "groups": 8, "state_size": 128, "head_dim": 64, "block_n": 128}
+    mamba2 |= {"block_p": 32, "by_channel": False}
+    mamba = {"heads": 1, "groups": 1, "state_size": 16, "head_dim": 8192, "block_n": 16}
+    mamba |= {"block_p": 64, "by_channel": True}
+    for capability in (80, 90, 100):
+        for constants in (mamba2, mamba):
+            assert len(machine_code(_recurrent_kernel, KINDS, constants, capability, 4)) > 1000
