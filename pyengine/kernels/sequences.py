@@ -6,6 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+FEW_TOKENS = 8
+"""Tokens of a sequence up to which they are taken one after the other, and beyond which in chunks.
+
+So a token has the same bits beside other sequences' decodes and prefills.
+"""
+
 
 class Sequences(NamedTuple):
     """B sequences, whose tokens follow each other; tensors on the device of the kernels.
