@@ -1,9 +1,9 @@
 """The gated delta rule (arXiv:2412.06464, and by channel arXiv:2510.26692) as Triton kernels.
 
 A program has some columns of a head's state in registers. Short sequences, decodes, and rows in
-float32 are taken a token after the other. Longer sequences are taken a chunk after the other, by the
-WY representation of Yang et al. Chunks begin at a sequence's first token in the step: how a prompt
-is divided into steps changes results by rounding.
+float32 are taken a token after the other; longer sequences a chunk after the other, by the WY
+representation of Yang et al. Chunks begin at a sequence's first token in the step: how a prompt is
+divided into steps changes results by rounding.
 
 Sizes of tiles are estimates: they have not been measured on a GPU.
 """
