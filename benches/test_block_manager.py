@@ -224,6 +224,26 @@ def _(world: World) -> Iterator[Timed]:
 look("StepPlan.copies", "copies", "none", lambda world: step_of(world).copies())
 
 
+def with_states(world: World) -> tuple[BlockManager, StepPlan]:
+    """A manager of a model with states, and an open plan: a prompt from its first token on."""
+    manager = BlockManager(NUM_BLOCKS, BLOCK, state_blocks=8)
+    plan = manager.begin_step(BUDGET)
+    plan.prefill(manager.sequence(world.tokens(PROMPT)), PROMPT)
+    return manager, plan
+
+
+@case("StepPlan.state_loads", "sequences with one", "1 of no token")
+def _(world: World) -> Iterator[Timed]:
+    _manager, plan = with_states(world)
+    yield plan.state_loads
+
+
+@case("StepPlan.state_saves", "sequences with one + their blocks", "1 of 8 blocks")
+def _(world: World) -> Iterator[Timed]:
+    _manager, plan = with_states(world)
+    yield plan.state_saves
+
+
 @case("StepPlan.fill", "tokens + sequences + changed table entries", "256 decodes")
 def _(world: World) -> Iterator[Timed]:
     plan = world.decoding()
@@ -325,6 +345,13 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: owner.fork(PROMPT)
 
 
+@case("Sequence.want_snapshots", "positions", "1 position")
+def _(world: World) -> Iterator[Timed]:
+    manager, _plan = with_states(world)
+    sequence = manager.sequence(world.prompt)
+    yield lambda: sequence.want_snapshots([PROMPT // 2])
+
+
 @case("Sequence.append", "tokens", "1 token")
 def _(world: World) -> Iterator[Timed]:
     sequence = world.manager.sequence(world.prompt)
@@ -360,6 +387,15 @@ def _(world: World) -> Iterator[Timed]:
 
 
 look("BlockManager.usage", "1", "", lambda world: world.manager.usage())
+
+
+@case("BlockManager.state_usage", "snapshots", "1 snapshot")
+def _(world: World) -> Iterator[Timed]:
+    manager, plan = with_states(world)
+    plan.commit([])
+    yield manager.state_usage
+
+
 look("BlockManager.stats", "1", "", lambda world: world.manager.stats())
 look(
     "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.owner)

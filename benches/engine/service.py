@@ -61,7 +61,9 @@ class StubRunner:
         self.logits = prepared_logits(limits.max_num_seqs, vocab_size)
         self.turn = 0
 
-    def prepare(self, plan: Any, *, extra_rows: Any = None, mtp: Any = None) -> Forward:
+    def prepare(
+        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+    ) -> Forward:
         """Logits of a step, without a model."""
         plan.copies()
         count = len(self.buffers.fill(plan).upload().logits_indices)

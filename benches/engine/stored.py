@@ -244,7 +244,9 @@ def wait_until_stored(offloader: Any) -> None:
 class NoModel:
     """A runner whose every next token is 0."""
 
-    def prepare(self, plan: Any, *, extra_rows: Any = None, mtp: Any = None) -> Any:
+    def prepare(
+        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+    ) -> Any:
         """See `Runner.prepare`."""
         import torch
 

@@ -60,6 +60,8 @@ class StepInputs:
     - `block_tables`: int32 `[G, B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
       Where a group slides, blocks behind the window of the first new token are the null block.
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
+    - `state_sources`, `state_slots`: int64 `[B]`, as `StateInputs` has them; None: no layer keeps a
+      state.
 
     The `host_` arrays hold the same numbers in host memory, so that `metadata` never waits for the
     device. They are valid until the next step is filled in. If the tensors stay in place for a
@@ -81,9 +83,14 @@ class StepInputs:
     shared: SharedRows | None = None
     cascade: Any = None
     """The `Cascade` of the step, if its shared blocks are read once."""
+    state_sources: Any = None
+    state_slots: Any = None
 
     def tensors(self) -> "StepInputs":
-        """The same step for torch: on the CPU tensors over the memory of the arrays."""
+        """The same step for torch: on the CPU tensors over the memory of the arrays.
+
+        Those of states stay, for `StateLayers`.
+        """
         if not isinstance(self.input_ids, np.ndarray):
             return self
         return replace(

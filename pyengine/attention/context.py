@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyengine.attention.backend import QKV, AttentionMetadata, AttentionOptions
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.states import StateInputs
 
 if TYPE_CHECKING:
     import torch
@@ -17,12 +18,14 @@ class PagedContext:
 
     `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
     counts the layers that attended so far; the runner compares it with the layers of the pool,
-    since a layer that keeps its state elsewhere would silently be wrong.
+    since a layer that keeps its state elsewhere would silently be wrong. `states` are those of a
+    model with recurrent layers.
     """
 
     metadata: AttentionMetadata
     kept: Sequence[int | None]
     attended: int = field(default=0)
+    states: StateInputs | None = None
 
     def attend(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
         """See `AttentionMetadata.forward`, and `count`."""

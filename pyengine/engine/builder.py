@@ -41,7 +41,8 @@ from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, keep_freed_memory
-from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
+from pyengine.kv_cache.pool import KVPool, resolve_kv_cache_dtype
+from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
@@ -50,6 +51,7 @@ from pyengine.request.prompt_logprobs import PromptLogprobCache
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from pyengine.scheduler.states import RunningStates
 from pyengine.speculation.draft_model import DraftModel, LoadedDraft, kernel_settings, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from pyengine.speculation.measured_costs import measured_costs
@@ -152,6 +154,8 @@ def _set_up(
 ) -> Setup:
     """Load the model, choose the attention backend, and size the KV pool."""
     loaded = worker_group.loaded if worker_group else _load(settings, threads.count)
+    if loaded.states:
+        _refuse_with_states(settings, loaded.name)
     draft = load_draft(settings, loaded, threads.count)  # before the free memory is measured
     needs = needs_of(
         loaded.layers,
@@ -168,6 +172,8 @@ def _set_up(
     cache = configure_cache(
         loaded, pool, max_tokens, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
     )
+    if loaded.states and cache.size.num_states < settings.max_num_seqs:
+        pool, settings = _with_fewer_seqs(pool, settings, cache.size.num_states)
     manager = cache.manager(
         prefix_caching=settings.enable_prefix_caching,
         in_flight_sharing=settings.in_flight_sharing,
@@ -189,9 +195,41 @@ def _set_up(
         manager=manager,
         model_limits=model_limits,
         runner_limits=_runner_limits(
-            settings, longest, cache.block_size, cache.groups, num_mtp_layers
+            settings, longest, cache.block_size, cache.groups, num_mtp_layers, bool(loaded.states)
         ),
     )
+
+
+def _refuse_with_states(settings: EngineSettings, name: str) -> None:
+    """Refuse settings that cannot be used with recurrent layers."""
+    if settings.speculation is not None:
+        raise ConfigurationError(
+            f"speculation={settings.speculation!r}: {name} has layers that keep a state, which "
+            "rejected drafts would have changed; leave speculation out"
+        )
+    if settings.kv_cache_dir is not None or settings.kv_cache_host_memory is not None:
+        raise ConfigurationError(
+            f"kv_cache_dir, kv_cache_host_memory: {name} has layers that keep a state, which is "
+            "not stored; leave both out"
+        )
+    if settings.compile:
+        raise ConfigurationError(
+            f"compile=True: {name} has layers that keep a state, which torch does not compile "
+            "here; leave compile out"
+        )
+
+
+def _with_fewer_seqs(
+    pool: PoolSettings, settings: EngineSettings, num_states: int
+) -> tuple[PoolSettings, EngineSettings]:
+    """The same settings for as many sequences as there are states."""
+    _log.info(
+        "max_num_seqs is %d, not %d: states of running sequences take half of the KV pool's "
+        "memory; give a larger kv_cache_memory for more",
+        num_states,
+        settings.max_num_seqs,
+    )
+    return replace(pool, max_num_seqs=num_states), replace(settings, max_num_seqs=num_states)
 
 
 def _connect(
@@ -295,6 +333,7 @@ def _scheduler(setup: Setup, offloader: KVOffloader | None) -> Scheduler:
         replay=setup.loaded.num_mtp_layers,
         prefix_caching=settings.enable_prefix_caching,
         is_held=None if offloader is None else offloader.look_up,
+        states=RunningStates(settings.max_num_seqs) if setup.loaded.states else None,
     )
 
 
@@ -513,6 +552,7 @@ def _runner_limits(
     block_size: int,
     groups: LayerGroups,
     num_mtp_layers: int,
+    has_states: bool = False,
 ) -> RunnerLimits:
     drafts = settings.num_speculative_tokens or num_mtp_layers or _DRAFTS
     return RunnerLimits(
@@ -521,6 +561,7 @@ def _runner_limits(
         max_blocks_per_seq=-(-longest // block_size),
         num_groups=len(groups.windows),
         rows_per_seq=1 if settings.speculation is None else 1 + drafts,
+        has_states=has_states,
     )
 
 
@@ -557,10 +598,10 @@ def _runner(
     if settings.compile:
         pool.populate()  # with a compiled model, for steady steps too
         runner.compile()
-    elif settings.compile is None and recorder is not None:
+    elif settings.compile is None and recorder is not None and not cache.states:
         _compile_if_possible(runner)
     runner.capture()
-    if recorder is not None:
+    if recorder is not None and not cache.states:
         runner.capture_piecewise(recorder.pieces)
     return runner
 

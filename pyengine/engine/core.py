@@ -14,10 +14,12 @@ from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepR
 from pyengine.engine.step_rows import RecentRows, StepRows, SubmittedStep
 from pyengine.errors import BrokenLogitsError, EngineDeadError, StructuredOutputError
 from pyengine.executor.executor import Executor, ModelStep
+from pyengine.executor.states import StateSlots
 from pyengine.kv_cache import BlockManager
 from pyengine.request.request import Request, SequenceState, requests_of
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
+from pyengine.scheduler.states import RunningStates
 
 
 class Engine:
@@ -163,6 +165,8 @@ class Engine:
                 part.planned(step)
             rows, positions = self._rows.of(step)
             model_step = ModelStep(step.plan, rows.batch, positions, step.mtp)
+            if self._scheduler.states is not None:
+                model_step.states = self._slots_of(step, self._scheduler.states)
             self._executor.submit(model_step, before)
             self._queue.append(SubmittedStep(step, rows, model_step, step.plan.num_tokens))
         except BaseException as error:
@@ -174,6 +178,10 @@ class Engine:
             self._recover(sequences, num_tokens, error)
             return False
         return True
+
+    def _slots_of(self, step: ScheduledStep, states: RunningStates) -> StateSlots:
+        ids = [sequence.kv.id for sequence in step.sequences]
+        return StateSlots(ids, states.slots_of(step), states.take_forks(step))
 
     def _commit(self) -> SubmittedStep | None:
         """Wait for the oldest step and commit it. None: it failed and was rolled back."""

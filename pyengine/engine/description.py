@@ -15,6 +15,7 @@ from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.kv_cache_config import KVCacheConfig
 from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache.states import state_bytes
 from pyengine.models.loaded import LoadedModel
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.draft_model import LoadedDraft
@@ -118,6 +119,7 @@ def _about_cache(
         "num_blocks": cache.size.num_blocks,
         "kv_cache_bytes": cache.size.num_bytes,
         "kv_cache_reason": cache.size.reason,
+        **_about_states(cache),
         "layer_groups": str(cache.groups),
         "max_model_len": model_limits.max_model_len,
         "max_model_len_reason": model_limits.limited_by,
@@ -126,6 +128,16 @@ def _about_cache(
         "partial_reuse": settings.partial_reuse,
         "eviction": settings.eviction,
         "event_hash_seed": "none" if settings.event_hash_seed is None else settings.event_hash_seed,
+    }
+
+
+def _about_states(cache: KVCacheConfig) -> dict[str, object]:
+    if not cache.states:
+        return {}
+    return {
+        "state_bytes": state_bytes(cache.states),
+        "running_states": cache.size.num_states,
+        "snapshot_blocks": cache.snapshot_blocks,
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pyengine.errors import ConfigurationError
 from pyengine.executor.kv_cache_config import longest_sequence
 from pyengine.kv_cache import BlockManager
-from pyengine.kv_cache.pool import PoolSettings
+from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.loaded import LoadedModel
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pyengine.cpu.threads import CallerThreads
 from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.executor.mtp import DraftRow, MTPStep
+from pyengine.executor.states import StateSlots
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
@@ -78,13 +79,14 @@ def _prompt_logprobs(prompts: Sequence[PromptRows], logits: Any) -> PendingLogpr
 class ModelStep:
     """A step for the executor; `positions[i]` is the position of the i-th token in its output.
 
-    `mtp` is for a model that has MTP layers.
+    `mtp` is for a model that has MTP layers, `states` for one that has recurrent layers.
     """
 
     plan: StepPlan
     batch: InputBatch
     positions: npt.NDArray[np.int64]
     mtp: MTPStep | None = None
+    states: StateSlots | None = None
     work: "Future[Sampled]" = field(init=False)
     """The tokens, once it is submitted; has the error of the step, if it failed."""
 
@@ -126,7 +128,7 @@ class Executor:
         """
         batch, prompts = step.batch, step.batch.prompts
         extra = np.concatenate([part.rows for part in prompts]) if prompts else None
-        forward = self.runner.prepare(step.plan, extra_rows=extra, mtp=step.mtp)
+        forward = self.runner.prepare(step.plan, extra_rows=extra, mtp=step.mtp, states=step.states)
         masks: TokenMasks | None = None
         if batch.sampling.matchers:
             masks = TokenMasks(batch.sampling.matchers, batch.sampling.vocab_size, self._masks)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.attention.backend import AttentionBackend, SharedRows, StepInputs
+from pyengine.executor.states import StepStates
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.utils.devices import Device, for_torch
 from pyengine.utils.tensors import tensor_of
@@ -58,7 +59,8 @@ class Plan(Protocol):
 class RunnerLimits:
     """The largest step: tokens, sequences, blocks of one table; and tables of one sequence.
 
-    `rows_per_seq` is the most rows of logits of a sequence: one, and one for each draft.
+    `rows_per_seq` is the most rows of logits of a sequence: one, and one for each draft. With
+    `has_states` the model has recurrent layers.
     """
 
     max_num_batched_tokens: int
@@ -66,6 +68,7 @@ class RunnerLimits:
     max_blocks_per_seq: int
     num_groups: int = 1
     rows_per_seq: int = 1
+    has_states: bool = False
 
     @property
     def max_num_samples(self) -> int:
@@ -97,6 +100,9 @@ class Padding:
 
 _WIDTHS = 64
 """Tables are cut to a multiple of this many blocks, so that steps of one size share views."""
+
+_STATE_ARRAYS = ("state_sources", "state_slots")
+"""The arrays of a step of a model with recurrent layers: see `StepInputs`."""
 
 _ALIGNMENT = 64
 """Bytes: kernels are compiled anew for addresses that are no multiples of 16."""
@@ -178,6 +184,7 @@ class InputBuffers:
         With `beside`, both share the device's side. So the next step can be filled in while the one
         before is still read from its host buffers; on the device they run one after the other.
         """
+        self._limits = limits
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
@@ -194,6 +201,8 @@ class InputBuffers:
         }
         tables = np.zeros((groups, sequences, self._max_width), np.int32)
         self.arrays = HostArrays(**self._host, block_tables=tables)
+        names = _STATE_ARRAYS if limits.has_states else ()
+        self._host |= {name: np.full(sequences, -1, np.int64) for name in names}
         self._tables, self._block_size, self._device = tables, block_size, device
         self.is_apart = device.type != "cpu" or apart
         """True if the step's inputs are tensors, apart from the host's arrays."""
@@ -226,9 +235,12 @@ class InputBuffers:
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
-    def fill(self, plan: Plan, padding: Padding | None = None) -> FilledStep:
+    def fill(
+        self, plan: Plan, padding: Padding | None = None, states: StepStates | None = None
+    ) -> FilledStep:
         """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
+        `states` are those of a model with recurrent layers; None: no state is read or kept.
         Waits for the copy of the step before, which may still run if that step was rolled back or
         samples no tokens. A pending token is written as `-1 - row` (see `ModelRunner`). The result
         refers to the buffers: it is valid until the next call.
@@ -242,6 +254,10 @@ class InputBuffers:
             plan.fill(self.step_buffers, shared=self._shared.buffers)
             self._shared.prefixes = self._shared.rows[: self._shared.buffers.num_prefixes]
         tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
+        if self._limits.has_states:
+            sources, slots = (self._host[name] for name in _STATE_ARRAYS)
+            sources[:sequences] = -1 if states is None else states.sources
+            slots[:sequences] = -1 if states is None else states.slots
         if padding is not None:
             self._pad(sequences, padding)
             tokens = sequences = samples = padding.num_sequences
@@ -309,6 +325,8 @@ class InputBuffers:
         arrays.seq_lens[count:end] = 1
         arrays.query_start_loc[count : end + 1] = range(count, end + 1)
         arrays.logits_indices[count:end] = range(count, end)
+        for name in _STATE_ARRAYS if self._limits.has_states else ():
+            self._host[name][count:end] = -1
 
     def _width(self, sequences: int) -> int:
         """The columns of the longest table, rounded up, so that views can be reused."""
@@ -330,6 +348,8 @@ class InputBuffers:
             "seq_lens": sequences,
             "logits_indices": samples,
         }
+        if self._limits.has_states:
+            sizes |= dict.fromkeys(_STATE_ARRAYS, sequences)
         views: dict[str, Any] = {name: self._host[name][..., :size] for name, size in sizes.items()}
         tables: Any = self._tables[:, :sequences, :width]
         packed: Packed | None = None

@@ -1,18 +1,15 @@
 """The KV cache of a model before it is allocated: its layers' specs and groups, and its size."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
-from pyengine.kv_cache.pool import (
-    KVCacheSpec,
-    KVPool,
-    PoolSettings,
-    PoolSize,
-    resolve_num_blocks,
-)
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.kv_cache.pool_size import PoolSettings, PoolSize, resolve_num_blocks
+from pyengine.kv_cache.states import StatePool, StateSpec, state_bytes
 from pyengine.models.loaded import LoadedModel
 from pyengine.utils.dtypes import DType
 
@@ -25,16 +22,27 @@ class KVCacheConfig:
     groups: LayerGroups
     size: PoolSize
     block_size: int
+    states: Sequence[StateSpec] = ()
+    """Those of the layers that keep one."""
 
     def manager(self, **settings: Any) -> BlockManager:
         """The block manager over it; `settings` are further ones of `BlockManager`."""
         blocks, windows = self.size.num_blocks, self.groups.windows
+        if self.states:
+            settings["state_blocks"] = self.snapshot_blocks
         return BlockManager(blocks, self.block_size, groups=windows, **settings)
+
+    @property
+    def snapshot_blocks(self) -> int:
+        """Blocks of a snapshot of the states; 0 without states."""
+        per_block = self.size.num_bytes // (self.size.num_blocks + 1)
+        return -(-state_bytes(self.states) // per_block)
 
     def pool(self, loaded: LoadedModel) -> KVPool:
         """Allocate the tensors on the model's device."""
-        blocks = self.size.num_blocks
-        return KVPool(self.specs, blocks, self.block_size, loaded.device, self.groups)
+        size, device = self.size, loaded.device
+        states = StatePool(self.states, size.num_states, device) if self.states else None
+        return KVPool(self.specs, size.num_blocks, self.block_size, device, self.groups, states)
 
 
 def configure_cache(
@@ -59,9 +67,11 @@ def configure_cache(
         groups = choose_layer_groups(windows, shapes, settings.max_model_len)
     arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
-    settings = replace(settings, blocks_per_seq=blocks_per_seq)
+    settings = replace(
+        settings, blocks_per_seq=blocks_per_seq, state_bytes=state_bytes(loaded.states)
+    )
     size = resolve_num_blocks(settings, groups.tensor_shapes(shapes), loaded.device)
-    return KVCacheConfig(specs, groups, size, settings.block_size)
+    return KVCacheConfig(specs, groups, size, settings.block_size, loaded.states)
 
 
 def cache_specs(loaded: LoadedModel, kv_dtype: DType) -> list[KVCacheSpec]:

@@ -8,7 +8,8 @@ from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner, StepLogits
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
-from pyengine.kv_cache.pool import PoolSettings
+from pyengine.kv_cache.memory import in_gib
+from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.sampling.sampler import sample
 from pyengine.sampling.state import SamplingState
@@ -45,13 +46,10 @@ def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: Loaded
     else:
         way_out = "give fewer max_num_seqs, or a smaller max_model_len"
     raise ConfigurationError(
-        f"the largest step does not fit into memory: {largest} take at least {_gib(needed)} beside "
-        f"weights and KV pool, {_gib(available)} are available on {loaded.device}; {way_out}"
+        f"the largest step does not fit into memory: {largest} take at least {in_gib(needed)} "
+        f"beside weights and KV pool, {in_gib(available)} are available on {loaded.device}; "
+        f"{way_out}"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 class CudaMeter:

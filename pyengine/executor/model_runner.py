@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from pyengine.attention.backend import AttentionBackend, AttentionMetadata, Step
 from pyengine.attention.context import PagedContext
 from pyengine.executor.input_buffers import InputBuffers, Plan, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
+from pyengine.executor.states import StateLayers, StatePlan, StateSlots, StepStates
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loaded import LoadedModel, callable_model
 from pyengine.models.model import Model
@@ -54,12 +55,14 @@ class Runner(Protocol):
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
+        states: StateSlots | None = None,
     ) -> Forward:
         """Read everything from `plan`; the result computes its tokens.
 
         `extra_rows` are further rows of logits, in `0 .. num_tokens` (for the log-probabilities of
         a prompt). MTP layers compute the same tokens from the states in `mtp`, and keep theirs
-        there.
+        there. `states` are the slots of a model with recurrent layers; None: no state is read or
+        kept.
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
@@ -68,14 +71,18 @@ class Runner(Protocol):
 class ForwardPass:
     """The forward pass of a model whose layers attend to `windows` (None: to everything)."""
 
-    def __init__(self, model: Model, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, model: Model, windows: Sequence[int | None], states: StateLayers | None = None
+    ) -> None:
         self._model = model
         self._windows = windows
+        self._states = states
         self.compiled: CompiledForward | None = None
 
     def __call__(self, inputs: StepInputs, metadata: AttentionMetadata) -> Any:
         """The logits of `inputs.logits_indices`."""
-        context = PagedContext(metadata, self._windows)
+        states = None if self._states is None else self._states.inputs(inputs)
+        context = PagedContext(metadata, self._windows, states=states)
         if self.compiled is not None:
             return self.compiled(inputs, context)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
@@ -102,7 +109,11 @@ class ModelRunner:
         self._model = loaded.model
         self.pool = pool
         self._is_on_cuda = pool.device.type == "cuda"
-        self._forward = ForwardPass(callable_model(loaded.model), pool.groups.layer_windows)
+        states = None
+        if pool.snapshots is not None:
+            states = StateLayers(pool.snapshots.states, takes_arrays=loaded.model.takes_arrays)
+        windows = pool.groups.layer_windows
+        self._forward = ForwardPass(callable_model(loaded.model), windows, states)
         self._backend = backend
         size, device = pool.block_size, pool.device
         apart = record is not None
@@ -196,14 +207,17 @@ class ModelRunner:
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
+        states: StateSlots | None = None,
     ) -> Forward:
         """See `Runner.prepare`."""
         copies = plan.copies()
+        step_states = None if states is None else StepStates(cast("StatePlan", plan), states)
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
         padding = None
         if self.graphs is not None and self.graphs.sizes and extra is None:
             padding = self.graphs.padding(plan)
-        filled = self.buffers.fill(plan, padding)
+        filled = self.buffers.fill(plan, padding, step_states)
+        written = self.buffers.arrays.slot_mapping[:, : plan.num_tokens]
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
@@ -215,6 +229,8 @@ class ModelRunner:
         def forward(sampled: Any) -> StepLogits:
             if copies:
                 self.pool.copy_blocks(copies)
+            if step_states is not None:
+                step_states.before(self.pool, written)
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=with_known(inputs.input_ids, sampled))
@@ -232,6 +248,8 @@ class ModelRunner:
                     logits = self._mtp.forward(inputs, metadata, mtp)
                 else:
                     logits = compute(inputs, metadata)
+            if step_states is not None:
+                step_states.after(self.pool)
             first_extra = num_samples if extra is not None else len(logits)  # else padding
             return StepLogits(logits[:num_samples], logits[first_extra:])
 

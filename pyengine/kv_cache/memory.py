@@ -92,3 +92,8 @@ def keep_freed_memory() -> bool:
     is_kept = libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
     is_fixed = libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)  # else it is no longer adjusted
     return bool(is_kept and is_fixed)
+
+
+def in_gib(num_bytes: int) -> str:
+    """A size in GiB, for messages."""
+    return f"{num_bytes / (1 << 30):.2f} GiB"

@@ -1,4 +1,4 @@
-"""The KV tensors: the size of a block, the number of blocks that fit, and the pool itself.
+"""The KV tensors: the size of a block, and the pool.
 
 One key and one value tensor per layer of a layer group (`layer_groups`)::
 
@@ -25,17 +25,16 @@ import numpy.typing as npt
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups
-from pyengine.kv_cache.memory import available_memory, populate
+from pyengine.kv_cache.memory import in_gib, populate
 from pyengine.kv_cache.pool_memory import PoolMemory
+from pyengine.kv_cache.snapshots import Snapshots
+from pyengine.kv_cache.states import StatePool
 from pyengine.utils.devices import Device
 from pyengine.utils.dtypes import DType, Rows, float8_numbers, itemsize, torch_dtype, widened
 
 if TYPE_CHECKING:
     import torch
 
-_GIB = 1 << 30
-_CPU_DEFAULT_LIMIT = 4 * _GIB
-_CPU_DEFAULT_SHARE = 0.25
 _SCALE_BYTES = 4
 """Of the float32 scale behind the numbers of a head in int8."""
 _POPULATED = 2 << 20
@@ -104,122 +103,6 @@ def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
     return sum(spec.bytes_per_block(block_size) for spec in specs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """Settings of the pool; `None` leaves the choice to `resolve_num_blocks`.
-
-    `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
-    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is the maximum of
-    a sequence of `max_model_len` tokens; `None`: one table, no block freed. `available_memory`, in
-    bytes, is a limit beside the free memory of the device; `None`: none. `bytes_beside` are the
-    bytes per block of a draft model's pool: both pools together keep to the limits.
-    """
-
-    block_size: int
-    num_blocks: int | None = None
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 256
-    max_model_len: int = 8192
-    blocks_per_seq: int | None = None
-    available_memory: int | None = None
-    bytes_beside: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "kv_cache_memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name}={value}: it must be at least 1")
-        if self.num_blocks is not None and self.kv_cache_memory is not None:
-            raise ConfigurationError(
-                f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory} "
-                "both set the size of the KV pool: give one of them"
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigurationError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization}: "
-                "it must be above 0 and at most 1"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """A pool that fits: its blocks, the bytes of its tensors (null block included), and why."""
-
-    num_blocks: int
-    num_bytes: int
-    reason: str
-
-
-def resolve_num_blocks(
-    settings: PoolSettings, specs: Sequence[KVCacheSpec], device: Device
-) -> PoolSize:
-    """Choose the number of blocks of the pool, before its allocation.
-
-    `specs` are those of the pool's tensors: of all layers, or of one group. Without `num_blocks`
-    and `kv_cache_memory` the pool takes, on the CPU, a quarter of the available memory, at most
-    4 GiB; on CUDA `gpu_memory_utilization` of the free memory; and never more than `max_num_seqs`
-    sequences of `max_model_len` tokens can use.
-
-    Raises `ConfigurationError` if the pool does not fit, with the requested and available size.
-    """
-    own = bytes_per_block(specs, settings.block_size)
-    per_block = own + settings.bytes_beside
-    available = settings.available_memory
-    if available is None:
-        available = available_memory(device)
-    if settings.num_blocks is not None:
-        num_blocks, reason = settings.num_blocks, f"num_blocks={settings.num_blocks}"
-    elif settings.kv_cache_memory is not None:
-        reason = f"kv_cache_memory={settings.kv_cache_memory}"
-        num_blocks = settings.kv_cache_memory // per_block - 1
-        if num_blocks < 1:
-            raise ConfigurationError(
-                f"{reason} bytes hold no KV pool: two blocks of {settings.block_size} tokens "
-                f"(one of them the null block) take {2 * per_block} bytes for this model; "
-                "give at least that, or a smaller block_size"
-            )
-    else:
-        num_blocks, reason = _default_blocks(settings, per_block, device, available)
-    num_bytes = (num_blocks + 1) * per_block
-    if num_bytes > available:
-        fitting = available // per_block - 1
-        way_out = (
-            f"at most num_blocks={fitting} would fit; leave memory for the model's activations"
-            if fitting >= 1
-            else "free some memory, or choose a smaller block_size"
-        )
-        raise ConfigurationError(
-            f"the KV pool does not fit into memory: {reason} needs {_size(num_bytes)} "
-            f"({num_blocks} + 1 blocks of {settings.block_size} tokens, {per_block} bytes each), "
-            f"{_size(available)} are available on {device}; {way_out}"
-        )
-    return PoolSize(num_blocks, (num_blocks + 1) * own, reason)
-
-
-def _default_blocks(
-    settings: PoolSettings, per_block: int, device: Device, available: int
-) -> tuple[int, str]:
-    """The number of blocks within the default budget, and the reason as text."""
-    if device.type == "cuda":
-        budget = int(available * settings.gpu_memory_utilization)
-        reason = f"{settings.gpu_memory_utilization:.0%} of {_size(available)} free on {device}"
-    else:
-        budget = min(int(available * _CPU_DEFAULT_SHARE), _CPU_DEFAULT_LIMIT)
-        reason = f"a quarter of {_size(available)} available, at most {_size(_CPU_DEFAULT_LIMIT)}"
-    blocks_per_table = -(-settings.max_model_len // settings.block_size)
-    max_useful = settings.max_num_seqs * (settings.blocks_per_seq or blocks_per_table)
-    affordable = max(1, budget // per_block - 1)
-    if max_useful <= affordable:
-        sequences = f"{settings.max_num_seqs} sequences of {settings.max_model_len} tokens"
-        return max_useful, f"all that {sequences} can use"
-    return affordable, reason
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
-
-
 class KVPool:
     """The KV tensors of every layer.
 
@@ -241,7 +124,9 @@ class KVPool:
         block_size: int,
         device: Device,
         groups: LayerGroups | None = None,
+        states: StatePool | None = None,
     ) -> None:
+        """`states` are those of recurrent layers, whose snapshots are in the blocks."""
         self.specs = tuple(specs)
         self.num_layers = len(self.specs)
         """Layers that keep keys and values."""
@@ -257,9 +142,11 @@ class KVPool:
             self._memory = PoolMemory(shapes, num_blocks + 1, device)
         except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
             raise ConfigurationError(
-                f"the KV pool of {num_blocks} + 1 blocks ({_size(self.num_bytes)}) could not be "
+                f"the KV pool of {num_blocks} + 1 blocks ({in_gib(self.num_bytes)}) could not be "
                 f"allocated on {device}: {error}; give fewer num_blocks"
             ) from error
+        self.snapshots = None if states is None else Snapshots(states, self._memory, num_blocks + 1)
+        """The snapshots of states in the blocks, if the model has recurrent layers."""
         self._pieces = _in_pieces(self._memory.arrays)
         self._next_piece = next(self._pieces, None)
 
@@ -348,6 +235,8 @@ class KVPool:
         """
         if copies:
             self._memory.copy_blocks(copies)
+            if self.snapshots is not None:
+                self.snapshots.overwritten([destination for _, destination in copies])
 
     def differences(self, blocks: Sequence[int], peers: Sequence[int], group: int) -> list[float]:
         """The difference of each block's KV from that of its peer, in one layer group.

@@ -11,13 +11,14 @@ the allocations are arrays, on devices of torch its tensors.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from pyengine.utils.device_arrays import on_host
+from pyengine.utils.device_arrays import concatenated, on_host, zeros
 from pyengine.utils.devices import CPU, Device, for_torch
 from pyengine.utils.dtypes import STORED, DType, Rows, itemsize, torch_dtype
 from pyengine.utils.host_copy import upload
@@ -25,6 +26,7 @@ from pyengine.utils.host_copy import upload
 if TYPE_CHECKING:
     import torch
 
+_CACHE_LINE = 64
 _COPIED = 16 << 20
 """Bytes that are copied at a time: the memory that a copy needs beside the pool."""
 
@@ -110,6 +112,43 @@ class PoolMemory:
                 else:
                     rows.index_copy_(0, written, rows.index_select(0, read))
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all tensors."""
+        return sum(math.prod(shape) * itemsize(dtype) for shape, dtype in self._shapes)
+
+    def bytes_of(self, blocks: Sequence[int]) -> Any:
+        """A copy of some blocks, one after the other: uint8 `[len(blocks) * block_bytes]`."""
+        parts = []
+        for rows, places in self._places(blocks):
+            taken = rows.take(places, axis=0) if isinstance(rows, np.ndarray) else rows[places]
+            parts.append(_as_bytes(taken).reshape(len(blocks), -1))
+        return concatenated(parts, 1).reshape(-1)
+
+    def write_bytes(self, blocks: Sequence[int], data: Any) -> None:
+        """Write some blocks as `bytes_of` has them; `data` is uint8, and zeros follow it."""
+        missing = len(blocks) * self.block_bytes - len(data)
+        data = concatenated([data, _as_bytes(zeros((missing,), "int8", self._device))])
+        data, begin = data.reshape(len(blocks), -1), 0
+        for rows, places in self._places(blocks):
+            as_bytes = _as_bytes(rows)
+            size = as_bytes.shape[1] * (len(places) // len(blocks))
+            part = data[:, begin : begin + size]
+            as_bytes[places] = part.reshape(len(places), -1)
+            begin += size
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """Write zeros to some blocks of all tensors."""
+        for rows, places in self._places(blocks):
+            rows[places] = 0
+
+    def _places(self, blocks: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Each allocation, and the places of some blocks in it, block by block."""
+        for rows in self._rows:
+            first = np.arange(0, len(rows), self._blocks)
+            places = np.array(blocks, np.int64)[:, None] + first
+            yield rows, upload(places.reshape(-1), self._device)
+
 
 def _zeros(rows: int, size: int, device: Device) -> Any:
     """Bytes `[rows, size]`, all zero, or integers of 8 bytes.
@@ -118,14 +157,20 @@ def _zeros(rows: int, size: int, device: Device) -> Any:
     zero already. torch would write zeros, which for a pool of some GiB takes seconds at start-up.
     """
     width, kind = (size // 8, np.int64) if size % 8 == 0 else (size, np.uint8)
-    if device is CPU:
-        return np.zeros((rows, width), kind)
+    if device.type == "cpu":
+        zeros = _aligned_zeros(rows * width, kind).reshape(rows, width)
+        return upload(zeros, device)
     import torch
 
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros((rows, width), kind))
     kinds = {np.int64: torch.int64, np.uint8: torch.uint8}
     return torch.zeros((rows, width), dtype=kinds[kind], device=for_torch(device))
+
+
+def _aligned_zeros(count: int, kind: type[np.generic]) -> npt.NDArray[Any]:
+    """Zeros that begin at a cache line, which vectors of numbers do not straddle then."""
+    zeros = np.zeros(count + _CACHE_LINE, kind)
+    begin = -zeros.ctypes.data % _CACHE_LINE // zeros.itemsize
+    return zeros[begin : begin + count]
 
 
 def _as_bytes(rows: Any) -> Any:

@@ -85,6 +85,11 @@ class StateInputs:
     layers: Sequence[LayerState]
 
 
+def state_bytes(specs: Sequence[StateSpec]) -> int:
+    """Bytes of one state of these layers."""
+    return sum(spec.num_bytes for spec in specs)
+
+
 class StatePool:
     """The states of every layer, zeros at first.
 
@@ -106,7 +111,7 @@ class StatePool:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one state of all layers."""
-        return sum(spec.num_bytes for spec in self.specs)
+        return state_bytes(self.specs)
 
     @cached_property
     def layers(self) -> list[LayerState]:
@@ -122,6 +127,14 @@ class StatePool:
         """Copy states of all layers, (source, destination): all are read before any is written."""
         if copies and self.specs:
             self._memory.copy_blocks(copies)
+
+    def bytes_of(self, slot: int) -> Any:
+        """A copy of a state: uint8 `[bytes_per_slot]`."""
+        return self._memory.bytes_of([slot])
+
+    def write_bytes(self, slot: int, data: Any) -> None:
+        """Write a state, as `bytes_of` has it."""
+        self._memory.write_bytes([slot], data)
 
     def _by_layer(self, arrays: Sequence[Any]) -> list[LayerState]:
         left = iter(arrays)

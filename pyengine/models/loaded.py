@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pyengine.attention.needs import LayerNeeds
+from pyengine.kv_cache.states import StateSpec
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
 from pyengine.models.model import Model
@@ -29,6 +30,7 @@ class LoadedModel:
 
     - `layers`: the attention of every layer that has its own KV cache, in order.
       The last `num_mtp_layers` predict tokens after the next one; then `model` is an `MTPModel`.
+    - `states`: those of every layer that keeps one, in order.
     - `tokenizer`: None for a folder without one: then prompts are token ids.
     - `eos_token_ids` end a generation.
     - `max_model_len`: the number of positions; `vocab_size`: the number of token ids.
@@ -66,5 +68,6 @@ class LoadedModel:
     has_torch_products: bool = True
     torch_computes: bool = True
     products: ProductChooser | None = None
+    states: tuple[StateSpec, ...] = ()
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"

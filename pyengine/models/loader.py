@@ -214,6 +214,11 @@ def _load(
     device = target.device
     with _opened(source, kernels) as (opened, read_texts), beside(read_texts) as reading:
         spec = opened.spec
+        if not spec.cached:
+            raise ModelLoadError(
+                f"{source.name} has no layer with attention: pyengine runs models with at least "
+                "one, whose keys and values it caches"
+            )
         choice = choose_dtype(target.dtype, spec.saved_dtype, device)
         _log.info("dtype %s: %s", choice.dtype, choice.reason)
         if kernels.quantises and opened.formats:
@@ -237,6 +242,7 @@ def _load(
     return LoadedModel(
         model=DecoderModel(decoder, device, mtp),
         layers=attending_layers(spec, with_mtp_layers=mtp is not None),
+        states=tuple(spec.state_specs),
         tokenizer=texts.tokenizer,
         path=source.path,
         name=source.name,
@@ -276,11 +282,6 @@ def _opened(
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
-            if opened.spec.recurrent:
-                raise ModelLoadError(
-                    f"{source.name} keeps a recurrent state, which a paged KV cache does not hold: "
-                    "this model is not supported"
-                )
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
             yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)

@@ -111,6 +111,8 @@ class SequenceState:
     """Tokens of prompt and output, including those that open steps sample."""
     num_computed: int = 0
     """Tokens whose KV is in the cache, or will be by open steps."""
+    state_slot: int = -1
+    """The slot of its running state, for a model with recurrent layers; -1: none."""
     is_running: bool = False
     """Admitted: it holds blocks, or will once the open step is planned."""
     waits_for_tokens: bool = field(init=False)

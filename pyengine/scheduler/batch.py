@@ -45,6 +45,8 @@ class ScheduledStep:
     """Tokens of prompts with a bounded chunk (`Request.max_chunk`)."""
     may_draft: bool = True
     """False while a request at fault is searched: it runs without drafts."""
+    forked: tuple[SequenceState, ...] = ()
+    """Sequences whose states are copied from others before it."""
     mtp: Any = None
     """The part of the model's MTP layers (`MTPStep`), if they draft."""
 

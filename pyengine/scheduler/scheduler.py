@@ -57,6 +57,7 @@ from pyengine.scheduler.order import PrefixOrder
 from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.queue import WaitingQueue, by_order
 from pyengine.scheduler.shares import TenantShares
+from pyengine.scheduler.states import RunningStates
 
 _NONE: frozenset[SequenceState] = frozenset()
 _NOBODY: frozenset[bytes] = frozenset()
@@ -109,11 +110,12 @@ class Scheduler:
         replay: int = 0,
         prefix_caching: bool = True,
         is_held: Callable[[SequenceState], bool] | None = None,
+        states: RunningStates | None = None,
     ) -> None:
         """The last `replay` cached tokens are computed again, not written: MTP layers need their
         hidden states. `prefix_caching` is the manager's: without it no request waits for a prefix
         that another one computes. A sequence for which `is_held` returns True is not admitted yet:
-        its prefix is being loaded."""
+        its prefix is being loaded. `states` are for a model with recurrent layers."""
         self._manager = manager
         self._replay = replay
         self._prefix_caching = prefix_caching
@@ -136,6 +138,8 @@ class Scheduler:
         self.num_preemptions = 0
         """Preemptions so far."""
         self._is_held = is_held
+        self.states = states
+        """The slots of running states, if the model has recurrent layers."""
         self.reuse = Counter(forked_tokens=0, forked_blocks=0)
         """Counters to add to those of the block manager, which counts the cached tokens of plans:
         prefixes that are attached before the step is planned, and blocks that a fork shares."""
@@ -190,6 +194,9 @@ class Scheduler:
         sequence.kv = self._manager.sequence(
             request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
         )
+        pins = request.cache_hints.pins
+        if pins and self.states is not None:
+            sequence.kv.want_snapshots([num_tokens for num_tokens, _ in pins])
         self._arrivals += 1
         sequence.order = (request.priority, self._arrivals, sequence.index)
         self._enqueue(sequence)
@@ -209,6 +216,8 @@ class Scheduler:
             sequence.order = (*parent.order[:2], sequence.index)
             sequence.num_tokens, sequence.num_computed = prompt + 1, parent.num_computed
             self._count_fork(sequence.kv)
+            if self.states is not None:
+                self.states.fork(parent, sequence)
             insort(self._running, sequence, key=by_order)
             sequence.is_running = True
             self.shares.turns.enter(sequence.request.tenant)
@@ -245,6 +254,9 @@ class Scheduler:
         if not (self._running or self._waiting.queues):
             return None
         before = self._newest if ahead else None
+        if self.states is not None and before is None:
+            for sequence in self.states.take_unknown():
+                self._recompute(sequence)
         budget = self.limits.max_num_batched_tokens
         if self.shares.turns.are_several:
             budget = self.shares.budget(self._running, budget)
@@ -268,10 +280,10 @@ class Scheduler:
             if self._waiting.queues and self._order is not None and self._order.has_changed:
                 self._order.protect(self._waiting.first(self._order.window))
         except _NoPlanAheadError:
-            self.rollback(step)
+            self._undo(step)
             return None
         except BaseException:
-            self.rollback(step)
+            self._undo(step)
             raise
         return step
 
@@ -497,7 +509,8 @@ class Scheduler:
     ) -> Entry | NoRoom | NoBudget | Loading | Computing:
         """Admit a sequence if its whole prompt fits and leaves `spare_blocks`."""
         request, num_attached, num_blocks = sequence.request, 0, 0
-        if not request.read_cache:  # else the plan matches and charges in one call
+        # Else the plan matches and charges in one call. A state cannot be attached.
+        if not request.read_cache and self.states is None:
             num_attached, num_blocks = self._attach(sequence)
         answer = self._prefill(step, sequence, spare_blocks)
         while isinstance(answer, NoRoom) and self._make_room(answer.needed):
@@ -720,14 +733,20 @@ class Scheduler:
         for other in step.cancel(sequence):
             if other.num_computed == 0:  # without the victim's blocks it has none
                 self._put_back(other)
-        sequence.kv.reset()
-        sequence.num_computed = 0
         sequence.request.progress.num_preemptions += 1
         self.num_preemptions += 1
+        self._recompute(sequence)
+
+    def _recompute(self, sequence: SequenceState) -> None:
+        """Let a running sequence wait, without its blocks."""
+        sequence.kv.reset()
+        sequence.num_computed = 0
         self._put_back(sequence)
 
     def _put_back(self, sequence: SequenceState) -> None:
         sequence.is_running = self._is_steady = False
+        if self.states is not None:
+            self.states.release(sequence)
         _release_blocks(sequence)
         self._enqueue(sequence)
         self._running.remove(sequence)
@@ -789,6 +808,15 @@ class Scheduler:
         return remappings
 
     def rollback(self, step: ScheduledStep) -> None:
+        """Undo a submitted step that has failed: sequences it admitted wait again.
+
+        The newest step first. States that it may have changed are computed again.
+        """
+        if self.states is not None:
+            self.states.failed(step)
+        self._undo(step)
+
+    def _undo(self, step: ScheduledStep) -> None:
         """Undo a step that did not run: sequences it admitted wait again. The newest step first."""
         self._is_steady = False
         step.rollback()
@@ -814,6 +842,8 @@ class Scheduler:
                 self._running.remove(sequence)
                 was_here = True
             sequence.is_running = False
+            if self.states is not None:
+                self.states.release(sequence)
             if was_here:
                 self.shares.turns.leave(sequence.request.tenant)
         if not self.has_work:

@@ -17,7 +17,8 @@ from pyengine.executor.kv_cache_config import KVCacheConfig, cache_specs, config
 from pyengine.executor.model_runner import Runner
 from pyengine.kv_cache import BlockManager, Computing, Loading, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
-from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype
+from pyengine.kv_cache.pool import bytes_per_block, resolve_kv_cache_dtype
+from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
@@ -101,6 +102,11 @@ def load_draft(
             num_threads=num_threads,
         )
     check_vocabularies(main, draft)
+    if draft.states:
+        raise ConfigurationError(
+            f"draft_model: {draft.name} has layers that keep a state, which rejected drafts would "
+            "have changed; name a model without such layers"
+        )
     with _about_the_draft():
         kv_dtype = resolve_kv_cache_dtype(settings.kv_cache_dtype, draft.dtype)
         needs = needs_of(

@@ -87,7 +87,9 @@ class FakeRunner:
         self.pending = 0
         """Tokens that were computed before the host knew them."""
 
-    def prepare(self, plan: Any, *, extra_rows: Any = None, mtp: Any = None) -> Forward:
+    def prepare(
+        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+    ) -> Forward:
         """Take what is needed of the plan; the rest happens when the device gets there."""
         self._sets.reverse()
         self._buffers.reverse()

@@ -138,7 +138,9 @@ class FaultyRunner(FakeRunner):
         self._scheduler = scheduler
         self._random = random
 
-    def prepare(self, plan: Any, *, extra_rows: Any = None, mtp: Any = None) -> Forward:
+    def prepare(
+        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+    ) -> Forward:
         forward, planned = super().prepare(plan, extra_rows=extra_rows), self._scheduler.planned
         arrays, copies = self._sets[0], plan.copies()
         total = plan.num_tokens

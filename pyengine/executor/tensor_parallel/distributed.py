@@ -44,6 +44,7 @@ from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import Plan
 from pyengine.executor.model_runner import Forward, ModelRunner, StepLogits
 from pyengine.executor.mtp import MTPStep
+from pyengine.executor.states import StateSlots
 from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,
     Barrier,
@@ -421,6 +422,7 @@ class DistributedRunner:
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
+        states: StateSlots | None = None,
     ) -> Forward:
         """See `Runner.prepare`. One step at a time: the workers do not learn the sampled tokens."""
         self._workers.check()

@@ -9,7 +9,7 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
 from pyengine.models.decoder.decoder import Decoder
-from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, RECURRENT, TABLE, Family
+from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.names import OTHER_MTP_LAYERS, Names
@@ -23,10 +23,7 @@ from pyengine.utils.validation import shown
 
 
 def family_of(folder: Path) -> Family | None:
-    """The row of the table for the model in `folder`; None: its family is not in the table.
-
-    Families that keep states are not in it: the engine does not run them.
-    """
+    """The row of the table for the model in `folder`; None: its family is not in the table."""
     model_type = read_object(folder / "config.json").get("model_type")
     return TABLE.get(model_type) if isinstance(model_type, str) else None
 
@@ -66,7 +63,7 @@ def read_spec(folder: Path) -> DecoderSpec:
 def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
     """The spec of a configuration's dictionary; `where` it is from, for messages."""
     model_type = values.get("model_type")
-    family = _row(model_type) if isinstance(model_type, str) else None
+    family = TABLE.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ModelLoadError(
             f"{where} says model_type={shown(model_type)}, which pyengine has no decoder for: "
@@ -87,15 +84,9 @@ def spec_of(values: dict[str, Any], where: str) -> DecoderSpec:
     return spec
 
 
-def _row(model_type: str) -> Family | None:
-    return TABLE.get(model_type) or RECURRENT.get(model_type)
-
-
 def names_of(spec: DecoderSpec) -> Names:
     """The names of a family's tensors in safetensors files."""
-    family = _row(spec.family)
-    assert family is not None
-    return family.names
+    return TABLE[spec.family].names
 
 
 @dataclass(frozen=True, slots=True)

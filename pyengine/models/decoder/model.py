@@ -37,10 +37,11 @@ class DecoderModel:
         self, ids: Any, positions: Any, rows: Any, paged: "PagedContext | CompiledModel"
     ) -> Any:
         """See `Model`. In place of arrays, tensors on the CPU are taken, and give one."""
+        states = paged.states if isinstance(paged, PagedContext) else None
         if not self.takes_arrays or isinstance(ids, np.ndarray):
-            return self._decoder(ids, positions, rows, self._adapted(paged))
+            return self._decoder(ids, positions, rows, self._adapted(paged), states)
         own = array_of(ids), array_of(positions), array_of(rows)
-        return tensor_of(self._decoder(*own, self._adapted(paged)))
+        return tensor_of(self._decoder(*own, self._adapted(paged), states))
 
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""

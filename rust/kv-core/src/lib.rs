@@ -77,6 +77,7 @@ mod pool;
 mod queue;
 mod radix;
 mod sequence;
+mod snapshots;
 mod state;
 mod stats;
 mod step;

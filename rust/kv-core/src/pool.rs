@@ -21,9 +21,9 @@ use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::queue::{BlockMeta, Counts, FreeQueue, List};
 use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
 use crate::sequence::Registered;
+use crate::snapshots::Snapshots;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
 use crate::sync::Arc;
-use snapshots::Snapshots;
 
 /// Stored blocks that may wait to be hashed.
 const MAX_UNHASHED: usize = 1_024;
@@ -125,7 +125,8 @@ impl Pool {
             events: config.events.then(|| EventLog::new(num_blocks)),
             evicted: config.keep_evicted.then(Vec::new),
             history: history.map(Box::new),
-            snapshots: (config.state).map(|state| Box::new(Snapshots::new(state, num_blocks))),
+            snapshots: (config.state)
+                .map(|state| Box::new(Snapshots::new(state, num_blocks, config.block_size))),
             stats: Stats::default(),
         })
     }

@@ -12,7 +12,7 @@ use crate::open_transfers::Transfers;
 use crate::pool::{Pool, Purpose};
 use crate::radix::Match;
 use crate::sequence::{PlanSet, Registered, Sequence, Sequences, StateTrack};
-use crate::step::snapshots::StateWork;
+use crate::step::state_work::StateWork;
 use crate::step::steps::Steps;
 use crate::table::BlockTable;
 

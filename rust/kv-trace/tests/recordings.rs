@@ -9,7 +9,9 @@ mod tools;
 use std::error::Error as _;
 use std::io::{self, Read};
 
-use kv_core::{Answer, BlockId, Call, Config, Error, Extend, PoolUsage, Prefill, Remapping};
+use kv_core::{
+    Answer, BlockId, Call, Config, Error, Extend, PoolUsage, Prefill, Remapping, StateConfig,
+};
 use kv_trace::{Divergence, Limits, Record, TraceError, replay, replay_within};
 use recording::Recording;
 
@@ -62,6 +64,13 @@ fn operations_as_text() {
             "commit(plan=7, tokens=[5], counts=[])",
         ),
         (Call::EvictAll {}, "evict_all()"),
+        (
+            Call::WantSnapshots {
+                sequence: 1,
+                positions: vec![4, 8],
+            },
+            "want_snapshots(sequence=1, positions=[4, 8])",
+        ),
         (
             Call::ReuseCached { sequence: 1 },
             "reuse_cached(sequence=1)",
@@ -131,6 +140,10 @@ fn answers_as_text() {
             "no room, 6 blocks needed, 7 available",
         ),
         (Answer::Prefill(Prefill::NoBudget), "no budget"),
+        (
+            Answer::Prefill(Prefill::Computing),
+            "an open step computes it",
+        ),
         (
             Answer::Prefill(Prefill::Loading { transfer: 3 }),
             "transfer 3 loads",
@@ -229,6 +242,7 @@ fn settings_come_back() {
     ] {
         let config = Config {
             groups: vec![Some(1), None, Some(7)],
+            state: Some(StateConfig::new(2)),
             prefix_caching,
             in_flight_sharing,
             events,
@@ -242,6 +256,7 @@ fn settings_come_back() {
             (prefix_caching, in_flight_sharing, events)
         );
         assert_eq!(back.groups, [Some(1), None, Some(7)]);
+        assert_eq!(back.state, Some(StateConfig::new(2)));
         assert_eq!((back.num_blocks, back.block_size), (9, 4));
         assert_eq!((back.hash_bits, back.hash_seed), (5, Some(1)));
         assert_eq!(

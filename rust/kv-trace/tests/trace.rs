@@ -65,6 +65,7 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     drop(m.begin_step(9)?);
     drop(fork);
     let loose = m.sequence(prompt, b"", true)?;
+    m.want_snapshots(loose.key(), &[4, 8])?;
     assert_eq!(m.reuse_cached(loose.key())?, 8);
     m.extend(loose.key(), 3)?;
     m.publish(loose.key(), 3, &[90_000])?;

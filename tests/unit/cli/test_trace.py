@@ -103,7 +103,7 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"kvtrace\n\x04\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
+        (b"kvtrace\n\x05\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
         (
             b"kvtrace\n\x07",
             "format 7, this version reads format 5; replay it with the version that",
@@ -132,7 +132,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert result.stderr == f"error: cannot read {path}: {reason}; give a recording\n"
 
 
-@pytest.mark.parametrize("start", [b"", b"kvtrace\n", b"kvtrace\n\x04"])
+@pytest.mark.parametrize("start", [b"", b"kvtrace\n", b"kvtrace\n\x05"])
 def test_a_huge_file_takes_no_memory_of_its_size(tmp_path: Path, start: bytes) -> None:
     huge = tmp_path / "huge"
     with huge.open("wb") as out:

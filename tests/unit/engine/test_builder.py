@@ -12,7 +12,7 @@ from pyengine.config import EngineSettings
 from pyengine.engine import builder
 from pyengine.engine.description import about_sampling
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.pool import PoolSettings
+from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.loader import load_model
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.devices import CPU
@@ -76,6 +76,7 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
         model=object(),
         pool=lambda _: SimpleNamespace(populate=lambda: populated.append(True)),
         build=lambda _: None,
+        states=(),
     )
     populated: list[bool] = []
 

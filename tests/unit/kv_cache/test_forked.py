@@ -81,6 +81,7 @@ ARGUMENTS: dict[str, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
     "manager.record": lambda own: ("/dev/null",),
     "sequence.attach": lambda own: (own["pin"],),
     "sequence.fork": lambda own: (1,),
+    "sequence.want_snapshots": lambda own: ([1],),
     "sequence.append": lambda own: ([1],),
     "sequence.trim": lambda own: (50_001,),
     "sequence.reserve": lambda own: (1,),

@@ -5,14 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import pool as kv_pool
-from pyengine.kv_cache.pool import (
-    KVCacheSpec,
-    PoolSettings,
-    bytes_per_block,
-    resolve_kv_cache_dtype,
-    resolve_num_blocks,
-)
+from pyengine.kv_cache import pool_size
+from pyengine.kv_cache.pool import KVCacheSpec, bytes_per_block, resolve_kv_cache_dtype
+from pyengine.kv_cache.pool_size import PoolSettings, resolve_num_blocks
 from pyengine.utils.devices import CPU
 from tests.support.processes import run_python
 
@@ -24,7 +19,7 @@ LAYERS = [SPEC] * 4  # 4 layers * 2 heads * (8 + 8) * 4 bytes = 512 bytes per to
 @pytest.fixture
 def memory(monkeypatch):
     def available(num_bytes: int) -> None:
-        monkeypatch.setattr(kv_pool, "available_memory", lambda device: num_bytes)
+        monkeypatch.setattr(pool_size, "available_memory", lambda device: num_bytes)
 
     available(16 * GIB)
     return available

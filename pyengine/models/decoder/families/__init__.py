@@ -17,18 +17,22 @@ from pyengine.models.decoder.families import (
 )
 from pyengine.models.decoder.families.parts import NEUTRAL, NO_EFFECT, Family
 
+_FILES = (
+    dense,
+    mixed,
+    gemma,
+    classic,
+    experts,
+    sigmoid_experts,
+    latent,
+    delta,
+    mamba,
+    lfm2,
+)
+
 TABLE: Mapping[str, Family] = MappingProxyType(
-    {
-        family.model_type: family
-        for file in (dense, mixed, gemma, classic, experts, sigmoid_experts, latent)
-        for family in file.FAMILIES
-    }
+    {family.model_type: family for file in _FILES for family in file.FAMILIES}
 )
 """Families by the `model_type` of their configurations."""
 
-RECURRENT: Mapping[str, Family] = MappingProxyType(
-    {family.model_type: family for file in (delta, mamba, lfm2) for family in file.FAMILIES}
-)
-"""Families that keep states, which the engine does not run: decoders alone are built of them."""
-
-__all__ = ["NEUTRAL", "NO_EFFECT", "RECURRENT", "TABLE", "Family"]
+__all__ = ["NEUTRAL", "NO_EFFECT", "TABLE", "Family"]

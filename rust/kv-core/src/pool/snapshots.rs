@@ -7,61 +7,14 @@
 //! *Spare* snapshots were kept only in case a later request diverges there. They have a share of the pool: beyond it, they
 //! are evicted before everything else; within it, after everything else.
 
-use std::collections::BTreeMap;
-
 use super::{EvictedRun, Pool, Purpose};
-use crate::config::StateConfig;
 use crate::groups::Groups;
 use crate::ids::{BlockId, NodePosition};
 use crate::queue::List;
 use crate::radix::{Match, RadixTree, Reach};
 use crate::sequence::Registered;
+use crate::snapshots::Snapshots;
 use crate::stats::StateUsage;
-
-/// The part of the pool that spare snapshots may take: 1 / this.
-const SPARE_SHARE: usize = 8;
-
-/// The cached snapshots of a pool, and the settings.
-pub(crate) struct Snapshots {
-    pub(crate) config: StateConfig,
-    /// Blocks that spare snapshots may take.
-    share: usize,
-    /// By the last block of their prefix.
-    cached: BTreeMap<NodePosition, Vec<BlockId>>,
-}
-
-impl Snapshots {
-    pub(super) fn new(config: StateConfig, num_blocks: usize) -> Self {
-        Self {
-            config,
-            share: (num_blocks / SPARE_SHARE).max(config.blocks),
-            cached: BTreeMap::new(),
-        }
-    }
-
-    /// As [`Pool::last_snapshot`].
-    fn last(
-        &self,
-        tree: &RadixTree,
-        mut position: NodePosition,
-        mut indices: usize,
-    ) -> Option<(NodePosition, usize)> {
-        while position.offset > 0 {
-            let first = NodePosition::new(position.node, 1);
-            if let Some((&at, _)) = self.cached.range(first..=position).next_back() {
-                return Some((at, indices - (position.offset - at.offset) as usize));
-            }
-            indices -= position.offset as usize;
-            position = tree.parent_of(position.node)?;
-        }
-        None
-    }
-
-    /// The spare snapshots that fit into their share.
-    pub(crate) fn max_spare(&self) -> usize {
-        self.share / self.config.blocks
-    }
-}
 
 impl Pool {
     /// The snapshots, if the model has state layers.

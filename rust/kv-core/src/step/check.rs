@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::journal::Change;
 use super::plan::{Entry, Plan, PrefillWork};
-use super::snapshots::StateWork;
+use super::state_work::StateWork;
 use super::steps::Steps;
 use crate::check::ensure;
 use crate::ids::BlockId;

@@ -7,8 +7,8 @@
 //!
 //! `admit` checks blocks and budget, `enter` changes tables and pool and journals that, `undo` reverts the journal,
 //! `commit` caches what was computed (with the late merge), `inputs` writes the runner's arrays, `sharing` and
-//! `cascade` find rows that share leading blocks. `snapshots` plans the snapshots of states that steps load and write. `direct` is
-//! the allocator's interface, without plans.
+//! `cascade` find rows that share leading blocks. `snapshots` plans the snapshots of states that steps load and write.
+//! `direct` is the allocator's interface, without plans.
 
 mod admit;
 mod answers;
@@ -22,7 +22,8 @@ mod inputs;
 mod journal;
 mod plan;
 mod sharing;
-pub(crate) mod snapshots;
+mod snapshots;
+pub(crate) mod state_work;
 pub(crate) mod steps;
 mod undo;
 

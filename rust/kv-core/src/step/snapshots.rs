@@ -17,6 +17,7 @@ use super::admit::chunk;
 use super::answers::Prefill;
 use super::enter::NewTokens;
 use super::plan::{Details, Entry, PrefillWork, Work};
+use super::state_work::{Cut, Kind, Save, StateWork};
 use crate::config::StateConfig;
 use crate::error::Error;
 use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
@@ -32,50 +33,6 @@ pub struct StateCopy {
     pub position: usize,
     /// The blocks of the snapshot, in the order of its bytes; none: the state of no token.
     pub blocks: Vec<BlockId>,
-}
-
-/// The snapshots of a sequence in an open plan.
-pub(crate) struct StateWork {
-    plan: u64,
-    seq_idx: u32,
-    /// The position of the last kept state before this plan.
-    last_kept: usize,
-    /// The position and the blocks of the state that it begins with; none: its own.
-    load: Option<(usize, Vec<BlockId>)>,
-    save: Option<Save>,
-}
-
-/// A snapshot to be written.
-struct Save {
-    cut: Cut,
-    blocks: Vec<BlockId>,
-}
-
-/// A position at which a state is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
-    pub(super) position: usize,
-    kind: Kind,
-}
-
-/// Why a state is kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    /// At the end of a prompt, a branch point, or where it is wanted.
-    Prompt,
-    /// Every so many tokens of a prefill.
-    Spare,
-    /// Every so many tokens of an answer: replaces the one before.
-    Answer,
-}
-
-impl StateWork {
-    /// The blocks that the plan holds for it.
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let load = self.load.iter().flat_map(|(_, blocks)| blocks);
-        let save = self.save.iter().flat_map(|save| &save.blocks);
-        load.chain(save).copied()
-    }
 }
 
 /// The snapshots of a prefill whose prompt has `len` tokens: the tokens between spare ones. At most `max_spare` of them fit.

@@ -97,7 +97,9 @@ impl Model {
 
     /// Blocks that spare snapshots may take.
     fn share(&self) -> usize {
-        (self.num_blocks / 8).max(self.config().blocks)
+        let config = self.config();
+        let between = config.cadence.div_ceil(self.block_size).min(config.blocks);
+        (self.num_blocks / 8 * between / config.blocks).max(config.blocks)
     }
 
     fn queued_spares(&self) -> Vec<u32> {

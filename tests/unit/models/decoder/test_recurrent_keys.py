@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
-from pyengine.models.decoder.families import NO_EFFECT
-from pyengine.models.decoder.families import RECURRENT as ROWS
+from pyengine.models.decoder.families import NO_EFFECT, TABLE
 from pyengine.models.decoder.loading import fallback_reason, open_model, read_spec, spec_of
 from pyengine.models.decoder.ranks import divided
 from pyengine.models.decoder.torch_kernels import TorchKernels
@@ -41,7 +40,7 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
 ) -> None:
     tiny = _FIRST[family]
     folder, num_effects = saved(tiny)[0], 0
-    values, row = configuration_in(folder), ROWS[family]
+    values, row = configuration_in(folder), TABLE[family]
     no_effect = {*NO_EFFECT, *row.no_effect} - row.aliases.keys() - _OF_EXPERTS
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     before = ours(values, tmp_path)
@@ -91,7 +90,7 @@ def test_each_key_may_have_any_value(family: str, saved: Saved) -> None:
 def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
-    row = ROWS[family]
+    row = TABLE[family]
     values = CONFIG_MAPPING[family]().to_dict()
     names = {key: alias for alias, key in row.aliases.items() if alias in values}
     differ = {
