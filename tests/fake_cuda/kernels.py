@@ -23,6 +23,8 @@ HALVES = (torch.bfloat16, torch.float16)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped")
 FLOAT8_CAPABILITY = 89
 ROWS = 5
+PROMPT = 40
+"""Tokens of steps with a prompt beside decodes."""
 LOGITS = ((151_936, torch.bfloat16), (151_936, torch.float32), (1001, torch.float16))
 """Vocabulary sizes and types."""
 
@@ -64,6 +66,11 @@ def compile_for(capability: str) -> None:
             rows = torch.zeros(ROWS, 2 * 3072, dtype=dtype, device="cuda")
             assert gated(rows, Gate(activation, 1.7, 7.0)).shape == (ROWS, 3072)
         assert len(compiled) == before + 2 * len(ACTIVATIONS)
+        before = len(compiled)
+        _mix()
+        kinds = {kernel.metadata.name for kernel in compiled[before:]}
+        assert kinds == {"_kernel", "_recurrent_kernel", "_chunked_kernel"}
+        assert len(compiled) == before + 7 + 17 + 4
         before = len(compiled)
         for case in LOGITS:
             _draw(*case)
@@ -116,6 +123,49 @@ def _layer(
         norm = HeadNorm(weight, weight.clone(), 1e-6, 0.0)
     rotation = Rotation(angles, angles.clone(), RotaryLayout(dim, "halves", 1), norm)
     return rows, (pool.keys[0], pool.values[0]), rotation
+
+
+def _mix() -> None:
+    """Recurrent layers as families have them, in decodes and beside prompts."""
+    from pyengine.kernels.delta_rule import DeltaRule, gated_delta
+    from pyengine.kernels.gated_norm import gated_norm
+    from pyengine.kernels.sequences import Sequences
+    from pyengine.kernels.short_conv import short_conv
+    from pyengine.kernels.state_space import SpaceWeights, state_space
+
+    def array(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cuda")
+
+    places = array(ROWS, dtype=torch.int64)
+    sequences = Sequences(array(ROWS + 1, dtype=torch.int32), places, places.clone())
+    for dtype in HALVES:
+        for tokens in (ROWS, PROMPT) if dtype == torch.bfloat16 else (ROWS,):
+            rows = array(tokens, 3 * 8192, dtype=dtype)
+            qkv, gates = rows[:, :8192], (rows[:, 8192:16384], rows[:, 16384:])
+            conv, bias = array(3, 3, 8192), array(8192)
+            short_conv(qkv, array(8192, 4), bias, conv, sequences, has_silu=True)
+            short_conv(qkv, array(8192, 4), None, conv, sequences, has_silu=True)
+            short_conv(
+                *(qkv, array(8192, 3), None, array(3, 2, 8192), sequences),
+                has_silu=False,
+                gates=gates,
+            )
+            for key_heads, by_channel in ((16, False), (32, True)):
+                parts = tuple(array(tokens, heads, 128, dtype=dtype) for heads in (key_heads,) * 2)
+                value, gate = array(tokens, 32, 128, dtype=dtype), array(tokens, 32, dtype=dtype)
+                decay = array(tokens, 32 * 128, dtype=dtype) if by_channel else gate
+                rule = DeltaRule(array(32), array(decay.shape[1]), 1.0, False, 1e-6)
+                gated_delta((*parts, value, decay, gate), rule, array(3, 32, 128, 128), sequences)
+            x, time = array(tokens, 128, 64, dtype=dtype), array(tokens, 128, dtype=dtype)
+            inner = array(tokens, 1, 128, dtype=dtype)
+            space = SpaceWeights(array(128), array(128), array(128))
+            state_space((x, time, inner, inner), space, array(3, 128, 128, 64), sequences, x)
+            inner = array(tokens, 16, dtype=dtype)
+            space = SpaceWeights(array(16, 8192), array(8192), array(8192))
+            state_space((qkv, qkv, inner, inner), space, array(3, 16, 8192), sequences, gates[0])
+        for size in (128, 8192):
+            rows = array(ROWS, 8192, dtype=dtype)
+            gated_norm(rows, rows, rows[0], size, 1e-6)
 
 
 def _draw(vocab_size: int, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from pyengine.cpu import (
 from pyengine.kv_cache.states import LayerState, StateInputs
 from pyengine.models.decoder.cpu_numbers import read
 from pyengine.models.decoder.kernels import (
+    MIN_NORM,
     ConvWeights,
     DeltaWeights,
     GatedNormWeights,
@@ -26,9 +27,6 @@ from pyengine.models.decoder.recurrent import Convolution
 from pyengine.models.decoder.rotary import Floats
 from pyengine.models.decoder.stored_weight import Weight
 from pyengine.utils.dtypes import Rows
-
-_MIN_NORM = 1e-6
-"""Added to the square of a query's or a key's norm, as in flash-linear-attention."""
 
 
 class CpuStates:
@@ -93,7 +91,7 @@ class CpuStates:
             state.recurrent,
             out,
             scaling=rows[1].shape[2] ** -0.5,
-            epsilon=_MIN_NORM,
+            epsilon=MIN_NORM,
             beta_scale=weights.beta_scale,
             tiled_heads=weights.tiled_heads,
         )

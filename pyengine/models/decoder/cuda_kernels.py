@@ -13,6 +13,7 @@ import torch
 
 from pyengine import kernels
 from pyengine.errors import ConfigurationError
+from pyengine.models.decoder.cuda_states import CudaStates
 from pyengine.models.decoder.float8 import (
     OLDEST,
     Float8Product,
@@ -28,7 +29,7 @@ from pyengine.models.decoder.stored_weight import Weight
 from pyengine.models.decoder.torch_kernels import ExpertMatrices, TorchKernels
 
 
-class CudaKernels(TorchKernels):
+class CudaKernels(CudaStates, TorchKernels):
     """See `Kernels`. Without triton it is `TorchKernels`.
 
     Weights of checkpoints in 8-bit floats stay as they are where the GPU multiplies them. With

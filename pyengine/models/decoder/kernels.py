@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 TableUse = Literal["lookup", "product", "both"]
 Rows = Any
 """An array of the kernel set; its first axis are the tokens of the step."""
+MIN_NORM = 1e-6
+"""Added to the square of a norm of queries and keys, as in flash-linear-attention."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,12 @@ import torch.nn.functional as F
 
 from pyengine.kv_cache.states import LayerState, StateInputs
 from pyengine.models.decoder.kernels import (
+    MIN_NORM,
     ConvWeights,
     DeltaWeights,
     GatedNormWeights,
     MambaWeights,
 )
-
-_MIN_NORM = 1e-6
-"""Added to the square of a query's or a key's norm, as in flash-linear-attention."""
 
 
 class TorchStates:
@@ -41,8 +39,9 @@ class TorchStates:
             gated = gated * gates[0].float()
         for tokens, last in _sequences(state.conv, sequences):
             inputs = torch.cat([last, gated[tokens]])
-            windows = inputs.unfold(0, weights.conv.size, 1)
-            out[tokens] = (windows * weights.weight).sum(-1)
+            if len(inputs) > len(last):
+                windows = inputs.unfold(0, weights.conv.size, 1)
+                out[tokens] = (windows * weights.weight).sum(-1)
             last[:] = inputs[len(inputs) - len(last) :]
         if weights.bias is not None:
             out = out + weights.bias
@@ -144,4 +143,4 @@ def _sequences(array: torch.Tensor, states: StateInputs) -> Iterator[tuple[slice
 
 
 def _normed(rows: torch.Tensor) -> torch.Tensor:
-    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + _MIN_NORM)
+    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + MIN_NORM)

@@ -97,9 +97,10 @@ class Runner:
             for name in ("source", "slot")
         )
         starts = inputs.host_query_start_loc
-        takes_arrays = isinstance(self.backend, CpuBackend)
-        layers = self.states.layers if takes_arrays else self.states.tensors
-        return StateInputs(starts, sources, slots, layers)
+        if isinstance(self.backend, CpuBackend):
+            return StateInputs(starts, sources, slots, self.states.layers)
+        arrays = (torch.from_numpy(array) for array in (starts, sources, slots))
+        return StateInputs(*arrays, self.states.tensors)
 
     def _inputs(self, chunks: Sequence[tuple[Running, int]]) -> StepInputs:
         spans = [(seq, range(seq.computed, seq.computed + count)) for seq, count in chunks]
