@@ -109,7 +109,7 @@ class TimedProducts:
     """Seconds of each step of an engine, and of the products in it."""
 
     def __init__(self, llm: LLM) -> None:
-        self._engine: Any = llm._engine
+        self._engine: Any = vars(llm)["_engine"]
         runner = self._engine._executor.runner
         runner.pool.populate()
         self._decoder = runner._model._decoder
