@@ -218,10 +218,14 @@ def second_requests(shape: dict[str, Any], pairs: int) -> str:
     small = {
         **shape,
         "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 64,
         "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "full_attn_idxs": [1],
         "max_position_embeddings": 4096,
     }
-    small["layer_types"], small["full_attn_idxs"] = None, [1]
     again = []
     with engine(small, kv_cache_memory=2 << 30, max_num_seqs=4) as llm:
         for _ in range(pairs):
