@@ -23,8 +23,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from benches.engine.floor.parts import products
 from benches.peers.report import machine
 from pyengine import LLM, SamplingParams
@@ -182,6 +180,8 @@ def decodes(shape: dict[str, Any], rounds: int) -> str:
 
 def update_seconds(num_bytes: int, threads: int) -> float:
     """Seconds to multiply float32 numbers in place, the least of ten."""
+    import torch
+
     with torch_threads(threads):
         numbers, seconds = torch.ones(num_bytes // 4), []
         for _ in range(10):
