@@ -72,7 +72,8 @@ def _kernel(  # noqa: PLR0913, PLR0917
                 other=0.0,
             ).to(tl.float32)
             factor = tl.load(weight + at * size + tap, mask=is_channel, other=0.0)
-            total += tl.where(position >= 0, value, earlier) * factor[None, :]
+            value = tl.where(position >= 0, value, earlier)
+            total = tl.fma(value, tl.broadcast_to(factor[None, :], value.shape), total)
         if bias is not None:
             total += tl.load(bias + at, mask=is_channel, other=0.0)[None, :]
         if has_silu:

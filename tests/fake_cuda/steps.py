@@ -29,9 +29,11 @@ from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import DecodeGraphs
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import Forward, ModelRunner
+from pyengine.executor.states import StateSlots
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.layer_groups import choose_layer_groups
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.kv_cache.states import StatePool, StateSpec
 from pyengine.models import fallback
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.model import attending_layers
@@ -82,6 +84,41 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 128},
 }
 """Families beside those of `tests/gpu`; "gemma" runs as a module of transformers."""
+_DELTA = {
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 32}
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
+    "kimi_linear": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "linear_num_heads": 4,
+        "linear_head_dim": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "shared_intermediate_size": 512,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "jamba": {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+"""Families with recurrent layers, one for each kind."""
 PARAMS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=1, top_p=0.9, logprobs=2),
@@ -91,17 +128,21 @@ PARAMS = (
 
 def _model(
     device: FakeCuda, family: str, quantization: Literal["none", "fp8"]
-) -> tuple[Model, tuple[LayerNeeds, ...]]:
-    """A decoder of ours on the device, or a module of transformers; and its layers' attention."""
-    settings = {**_BASE, **FAMILIES.get(family, {}), **MORE.get(family, {})}
+) -> tuple[Model, tuple[LayerNeeds, ...], Sequence[StateSpec]]:
+    """A decoder of ours on the device, or a module of transformers.
+
+    And the attention of its layers, and the states of recurrent ones.
+    """
+    own = FAMILIES.get(family) or MORE.get(family) or WITH_STATES.get(family)
+    settings = {**_BASE, **(own or {})}
     if family == "gpt2":  # it has other names for sizes
         settings = MORE[family]
     if family in TABLE:
         model, spec = unfilled_decoder(family, settings, DEVICE, quantization=quantization)
-        return model, attending_layers(spec)
+        return model, attending_layers(spec), spec.state_specs
     module = model_of(family, settings)
     layers = fallback.attending_layers(module)
-    return fallback.FallbackModel(device.move(module), layers, "a test"), layers
+    return fallback.FallbackModel(device.move(module), layers, "a test"), layers, ()
 
 
 class Machine:
@@ -117,7 +158,7 @@ class Machine:
         quantises: bool = False,
     ) -> None:
         rounding: Literal["none", "fp8"] = "fp8" if quantises else "none"
-        self.model, layers = _model(device, family, rounding)
+        self.model, layers, states = _model(device, family, rounding)
         needs = needs_of(layers, DEVICE, DTYPE, kv_dtype=kv_dtype)
         needs = replace(needs, packages=frozenset(OPTIONAL_PACKAGES))
         choice = choose_backend(backend, needs)
@@ -127,13 +168,16 @@ class Machine:
         ]
         self.groups = choose_layer_groups([each.window for each in layers], specs, LONGEST)
         size = choice.block_size
-        self.pool = KVPool(specs, 64 * 64 // size, size, DEVICE, self.groups)
+        slots = StatePool(states, _SEQUENCES, DEVICE) if states else None
+        blocks = 64 * 64 // size
+        self.pool = KVPool(specs, blocks, size, DEVICE, self.groups, slots)
         self.backend = choice.build(self.pool)
         limits = RunnerLimits(
             max_num_batched_tokens=_TOKENS,
             max_num_seqs=_SEQUENCES,
             max_blocks_per_seq=-(-LONGEST // size),
             num_groups=len(self.groups.windows),
+            has_states=bool(states),
         )
         loaded: Any = SimpleNamespace(
             model=self.model, mtp_layers=None, num_mtp_layers=0, device=DEVICE, dtype=DTYPE
@@ -155,6 +199,7 @@ class Machine:
         if self.backend.supports_graphs:
             runner.capture()
             assert runner.graphs.sizes == runner.graph_sizes
+        if self.backend.supports_graphs and self.pool.snapshots is None:
             runner.capture_piecewise(record_eagerly.pieces)
             assert runner.piecewise.sizes == runner.piecewise_sizes
 
@@ -165,7 +210,11 @@ class Machine:
         prepared before the one before it runs, whose tokens are unknown then.
         """
         blocks, size = self.pool.num_blocks, self.pool.block_size
-        manager = BlockManager(blocks, size, groups=self.groups.windows)
+        snapshots = self.pool.snapshots
+        for_states: dict[str, int] = {}
+        if snapshots is not None:  # no chunk is cut
+            for_states = {"state_blocks": snapshots.num_blocks, "snapshot_min_tokens": LONGEST}
+        manager = BlockManager(blocks, size, groups=self.groups.windows, **for_states)
         states = [
             SamplingState(params, [1, 2, 3], seed=row, vocab_size=VOCABULARY)
             for row, params in enumerate(PARAMS)
@@ -180,12 +229,19 @@ class Machine:
             *[lambda plan: plan.decode([first, second, third])] * 3,
             lambda plan: plan.decode([first]),
         ]
+        rows = [(first, second), (first, second, third), *[(first, second, third)] * 3, (first,)]
+
+        def slots_of(number: int) -> StateSlots | None:
+            if snapshots is None:
+                return None
+            return StateSlots([each.id for each in rows[number]], range(len(rows[number])))
+
         waiting: list[tuple[Any, Forward]] = []
         sampled: torch.Tensor | None = None
         for number, fill in enumerate(steps):
             plan = manager.begin_step(_TOKENS)
             fill(plan)
-            waiting.append((plan, self.runner.prepare(plan)))
+            waiting.append((plan, self.runner.prepare(plan, states=slots_of(number))))
             ids = self.runner._other_buffers.arrays.input_ids[: plan.num_tokens]
             assert bool((ids < 0).any()) == (ahead and number > 0), "tokens that are not known yet"
             if len(waiting) > ahead:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fake_cuda.forks import run_forked
 from tests.fake_cuda.releases import torch_obstacle, with_newest
-from tests.fake_cuda.steps import MORE
+from tests.fake_cuda.steps import MORE, WITH_STATES
 from tests.gpu.models import FAMILIES
 from tests.support.kernels import run_apart
 
@@ -42,6 +42,12 @@ def test_no_step_makes_the_host_wait(backend: str) -> None:
 def test_nor_with_other_families(family: str) -> None:
     """Experts in groups, layers that share keys, positions that are learned; and a fallback."""
     run_forked(STEPS, "run", "gather", family)
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_nor_with_states(family: str) -> None:
+    """Recurrent layers of each kind; graphs of decodes are captured over the slots of states."""
+    run_forked(STEPS, "run", "flex", family)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "flash-attn"])

@@ -9,7 +9,7 @@ from pyengine.models.decoder.kernels import ConvWeights
 from pyengine.models.decoder.recurrent import Convolution
 from pyengine.models.decoder.torch_states import TorchStates
 from tests.support.kernels import in_compiler, in_interpreter, machine_code
-from tests.unit.kernels.states import STEPS, compare, in_a_wider_row, num_tokens
+from tests.unit.kernels.states import STEPS, check_beside, compare, in_a_wider_row, num_tokens
 
 
 @in_interpreter
@@ -42,6 +42,21 @@ def test_convolutions_are_those_of_torch() -> None:
                 return TorchStates().short_conv(parts[0], of, state, own, parts[1:] or None)
 
             compare(step, rows, (size - 1, channels), compute, oracle)
+
+
+@in_interpreter
+def test_sequences_have_the_same_bits_beside_others() -> None:
+    """In the interpreter: prompts and decodes, whose tiles differ."""
+    from pyengine.kernels import short_conv
+
+    torch.manual_seed(0)
+    rows = (torch.randn(num_tokens("mixed"), 70).half(),)
+    weight, bias = torch.randn(70, 4), torch.randn(70)
+
+    def compute(parts: Any, state: torch.Tensor, own: Any) -> torch.Tensor:
+        return short_conv.short_conv(parts[0], weight, bias, state, own, has_silu=True)
+
+    check_beside(rows, (3, 70), compute, short_conv, ["_kernel"])
 
 
 @in_compiler
