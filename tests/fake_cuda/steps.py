@@ -125,7 +125,8 @@ class Machine:
             KVCacheSpec(each.kv_heads, each.head_dim_k, each.head_dim_v, needs.cache_dtype)
             for each in layers
         ]
-        self.groups = choose_layer_groups([each.window for each in layers], specs, LONGEST)
+        windows = [each.window for each in layers]
+        self.groups = choose_layer_groups(windows, [each.token_bytes for each in specs], LONGEST)
         size = choice.block_size
         self.pool = KVPool(specs, 64 * 64 // size, size, DEVICE, self.groups)
         self.backend = choice.build(self.pool)

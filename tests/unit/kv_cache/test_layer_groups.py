@@ -19,7 +19,7 @@ def every(period: int, window: int, num_layers: int) -> list[Window]:
 
 
 def grouped(windows: list[Window], max_model_len: int) -> LayerGroups:
-    return choose_layer_groups(windows, ["same"] * len(windows), max_model_len)
+    return choose_layer_groups(windows, [(8, 8)] * len(windows), max_model_len)
 
 
 @pytest.mark.parametrize(

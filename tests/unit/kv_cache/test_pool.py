@@ -10,13 +10,8 @@ import pytest
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import pool as kv_pool
 from pyengine.kv_cache.layer_groups import LayerGroups, Location
-from pyengine.kv_cache.pool import (
-    KVCacheSpec,
-    KVPool,
-    PoolSettings,
-    bytes_per_block,
-    resolve_num_blocks,
-)
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool, bytes_per_block, tensor_specs
+from pyengine.kv_cache.pool_size import PoolSettings, resolve_num_blocks
 from pyengine.utils.dtypes import dtype_of
 from tests.support.forked import run_forked
 
@@ -36,7 +31,7 @@ def test_the_pool_has_one_block_more_and_starts_as_zeros():
     assert [t.shape for t in pool.values] == [(4, 2, 2, 8), (4, 2, 1, 4)]
     assert pool.values[1].dtype == torch.bfloat16
     assert not any(t.any() for t in (*pool.keys, *pool.values))
-    assert pool.null_slot == 6
+    assert pool.null_blocks == [3]
     assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys, *pool.values))
 
 
