@@ -4,8 +4,8 @@
 
 FOLDER has `mooncake_conversation.jsonl.gz` and `bbh_text.tar.gz` (see `benches/peers/traces.py`).
 Prompts go one after the other through the block manager alone: no model computes. Those of the chat
-service are cut to their whole blocks of 512 tokens: the trace says of nothing else what follows it. The pool holds
-64 GiB, in the shapes of three released models.
+service are cut to their whole blocks of 512 tokens: of other tokens the trace does not say what
+follows them. The pool holds 64 GiB, in the shapes of three released models.
 
 - A column has the share of prompt tokens that are not computed again. `keys and values` are those
   that are cached, whatever states are: the bound of every policy. The next columns add kinds of

@@ -4,8 +4,9 @@
 
 Weights are random, of the shapes of released models. Prints markdown:
 
-- a decode of 32 rows, beside the products of the same step alone: what no kernel of states can
-  save. Both are of the same steps; medians, the slowest in brackets.
+- a decode of 32 rows, beside the products of the same step alone, of the same steps; medians, the
+  slowest in brackets. `bound` adds the time in which torch multiplies as many numbers as the states
+  of 32 rows have in place: each is read and written once.
 - 32 requests with 2,048 shared tokens and 16 of their own, with the cache and without it.
 - the tokens that a second request computes again of what it shares with an earlier one, over
   random pairs: requests share 64 to 1,500 tokens and diverge there.
@@ -22,9 +23,12 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from benches.engine.floor.parts import products
 from benches.peers.report import machine
 from pyengine import LLM, SamplingParams
+from pyengine.utils.openmp import torch_threads
 
 ROWS, CONTEXT, DECODES = 32, 128, 24
 SHARED, OWN = 2048, 16
@@ -163,12 +167,28 @@ def decodes(shape: dict[str, Any], rounds: int) -> str:
             asked = prompts(ROWS, CONTEXT, shape["vocab_size"], number)
             llm.generate(asked, params, use_tqdm=False)
             del timed.steps[: 2 if number == 0 else 0]
+        num_bytes = ROWS * int(str(llm.describe()["state_bytes"]))
+        threads = int(str(llm.describe()["num_threads"]))
     whole, alone = zip(*timed.steps, strict=True)
     ratio = median(step / products for step, products in timed.steps)
+    states = update_seconds(num_bytes, threads)
+    bound = 1 + states / median(alone)
     return (
         f"{1e3 * median(whole):.1f} ({1e3 * max(whole):.1f}) | {1e3 * median(alone):.1f} "
-        f"({1e3 * max(alone):.1f}) | {ratio:.2f}"
+        f"({1e3 * max(alone):.1f}) | {num_bytes / 1e6:,.0f} | {1e3 * states:.1f} | {ratio:.2f} | "
+        f"{bound:.2f}"
     )
+
+
+def update_seconds(num_bytes: int, threads: int) -> float:
+    """Seconds to multiply float32 numbers in place, the least of ten."""
+    with torch_threads(threads):
+        numbers, seconds = torch.ones(num_bytes // 4), []
+        for _ in range(10):
+            start = perf_counter()
+            numbers.mul_(1.0)
+            seconds.append(perf_counter() - start)
+    return min(seconds)
 
 
 def shared_prefix(shape: dict[str, Any]) -> str:
@@ -225,8 +245,11 @@ def main() -> None:
     options = parser.parse_args()
     about = machine()
     print(f"{about['cpu']} ({about['isa']}), {about['cores']} cores, {about['date']}\n")
-    print("| decode of 32 rows | step, ms | its products, ms | step / products |")
-    print("|---|---|---|---|")
+    print(
+        "| decode of 32 rows | step, ms | its products, ms | states, MB | read and written, ms | "
+        "step / products | bound |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for name in options.shapes:
         print(f"| {name} | {decodes(SHAPES[name], options.rounds)} |", flush=True)
     print("\n| 32 requests, 2,048 tokens shared | computed | without cache | s | s | times |")

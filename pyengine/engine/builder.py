@@ -207,6 +207,11 @@ def _refuse_with_states(settings: EngineSettings, name: str) -> None:
             f"speculation={settings.speculation!r}: {name} has layers that keep a state, which "
             "rejected drafts would have changed; leave speculation out"
         )
+    if settings.kv_cache_dir is not None or settings.kv_cache_host_memory is not None:
+        raise ConfigurationError(
+            f"kv_cache_dir, kv_cache_host_memory: {name} has layers that keep a state, which is "
+            "not stored; leave both out"
+        )
     if settings.compile:
         raise ConfigurationError(
             f"compile=True: {name} has layers that keep a state, which torch does not compile "
@@ -218,7 +223,7 @@ def _with_fewer_seqs(
     pool: PoolSettings, settings: EngineSettings, num_states: int
 ) -> tuple[PoolSettings, EngineSettings]:
     """The same settings for as many sequences as there are states."""
-    _log.warning(
+    _log.info(
         "max_num_seqs is %d, not %d: states of running sequences take half of the KV pool's "
         "memory; give a larger kv_cache_memory for more",
         num_states,

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import finalize
 
 from pyengine.engine.parts import EnginePart
-from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache import BlockManager, Pin
 from pyengine.request.prompts import Prompt
 from pyengine.request.request import Request, RequestOptions, SequenceState
 from pyengine.sampling_params import SamplingParams
@@ -169,15 +169,24 @@ class HitVerifier(EnginePart):
         manager, tokens = self._manager, request.prompt_token_ids
         with manager.match_prefix(tokens, namespace=verifies.namespace) as pin:
             if pin.num_tokens:
-                cached = manager.sequence(tokens[: pin.num_tokens], namespace=verifies.namespace)
-                cached.attach(pin)
-                both = zip(cached.block_tables, request.sequences[0].kv.block_tables, strict=True)
+                cached = self._tables_of(pin, tokens, verifies.namespace)
+                both = zip(cached, request.sequences[0].kv.block_tables, strict=True)
                 for group, (blocks, computed) in enumerate(both):
                     self._judge_group(verifies, group, blocks, computed)
-                cached.free()
         self.counters["verified_hits"] += 1
         if self.kept is not None:
             self.kept.limit()
+
+    def _tables_of(self, pin: Pin, tokens: Any, namespace: bytes) -> list[list[int]]:
+        """The pinned blocks of each layer group."""
+        manager = self._manager
+        if len(manager.groups) == 1:  # a state cannot be attached
+            return [pin.blocks[: pin.num_tokens // manager.block_size]]
+        cached = manager.sequence(tokens[: pin.num_tokens], namespace=namespace)
+        cached.attach(pin)
+        tables = cached.block_tables
+        cached.free()
+        return tables
 
     def _judge_group(
         self, verifies: Verification, group: int, cached: list[int], computed: list[int]

@@ -37,6 +37,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
     },
 }
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
 FEW = ("alone, 1 thread", "24 at once, 3 threads", "chunks of 24 tokens, 2 threads")
 
 
@@ -44,7 +62,7 @@ FEW = ("alone, 1 thread", "24 at once, 3 threads", "chunks of 24 tokens, 2 threa
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each family."""
     found = {}
-    for family, settings in FAMILIES.items():
+    for family, settings in {**FAMILIES, **WITH_STATES}.items():
         size = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
         folder = tmp_path_factory.mktemp(family)
         found[family] = save_random(folder, family, **settings, **size)
@@ -93,6 +111,20 @@ def test_other_arithmetic(family: str, settings: dict[str, Any], folders: dict[s
     assert len(ways) == len(FEW)
     backend = {} if "quantization" in settings else {"linear_backend": "pyengine"}
     model = {"model": folders[family], **settings, **backend}
+    assert differences(model, ways) == []
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_keep_a_state(family: str, dtype: str, folders: dict[str, Path]) -> None:
+    without = {
+        "drafts",  # refused, as is a store
+        "restored from a folder",
+        "merged late, blocks of 4",  # equal prompts wait for a state
+        "preempted",  # in tests/integration/test_states.py: few states fit beside few blocks
+    }
+    ways = tuple(way for way in WAYS if way.name not in without)
+    model = {"model": folders[family], "dtype": dtype, "linear_backend": "pyengine"}
     assert differences(model, ways) == []
 
 

@@ -282,6 +282,7 @@ def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
     [
         ({"speculation": "ngram"}, "speculation='ngram': .* keep a state"),
         ({"speculation": "suffix"}, "speculation='suffix': .* keep a state"),
+        ({"kv_cache_dir": "kv"}, "kv_cache_dir, .* keep a state"),
         ({"compile": True}, "compile=True: .* keep a state"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* keep a state"),
     ],
@@ -309,3 +310,30 @@ def test_states_take_half_of_the_memory_at_most(folder_of: Folders) -> None:
         assert states <= 1 << 19 and states + int(str(rows["kv_cache_bytes"])) <= 1 << 20
         assert int(str(rows["running_states"])) < 500
         answers(llm)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_hits_are_verified(name: str, folder_of: Folders) -> None:
+    with engine(folder_of(name), verify_cache_hits=1.0) as llm:
+        for _ in range(2):
+            answers(llm)
+        stats = llm.stats()
+    assert stats.verification["verified_blocks"] > 0
+    assert stats.verification["different_blocks"] == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_log_probabilities_of_a_prompt_have_the_same_bits_again(
+    name: str, folder_of: Folders
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+
+    def logprobs(llm: LLM) -> list[Any]:
+        outputs = llm.generate(prompts(), params, use_tqdm=False)
+        return [[part and dict(part) for part in output.prompt_logprobs] for output in outputs]
+
+    with engine(folder_of(name)) as llm:
+        first = logprobs(llm)
+        assert logprobs(llm) == first
+    with engine(folder_of(name), enable_prefix_caching=False, max_num_batched_tokens=32) as llm:
+        assert logprobs(llm) == first

@@ -28,13 +28,15 @@ _FILL_IN_ENDS = (
 
 FAMILY_ENDS: Mapping[str, int | list[int]] = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe"), 2),
-    **dict.fromkeys(("seed_oss", "exaone4"), 2),
+    **dict.fromkeys(("seed_oss", "exaone4", "granitemoehybrid", "nemotron_h", "falcon_h1"), 2),
+    **dict.fromkeys(("jamba", "lfm2", "lfm2_moe"), 2),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), 1),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), 1),
     **dict.fromkeys(("olmo2", "olmo3"), 50279),
     **dict.fromkeys(("gpt2", "starcoder2"), 50256),
     **{"phi3": 32000, "smollm3": 128001, "cohere2": 255001, "granite_swa": 100257},
     **{"nemotron": 3, "stablelm": 0, "minimax_m2": 200020, "glm4": [151329, 151336, 151338]},
+    **{"olmo_hybrid": 100257, "kimi_linear": 163586},
 }
 """`eos_token_id` by family, for a config.json without it: transformers writes no defaults."""
 

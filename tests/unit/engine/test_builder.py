@@ -76,6 +76,7 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
         model=object(),
         pool=lambda _: SimpleNamespace(populate=lambda: populated.append(True)),
         build=lambda _: None,
+        states=(),
     )
     populated: list[bool] = []
 

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache import pool as kv_pool
+from pyengine.kv_cache import pool_size
 from pyengine.kv_cache.layer_groups import LayerGroups, Location
-from pyengine.kv_cache.pool import KVCacheSpec, KVPool, bytes_per_block, tensor_specs
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool, bytes_per_block
 from pyengine.kv_cache.pool_size import PoolSettings, resolve_num_blocks
 from pyengine.utils.dtypes import dtype_of
 from tests.support.forked import run_forked
@@ -256,7 +256,7 @@ def test_rows_are_written_where_their_slots_say():
 
 
 def test_8_bit_floats_halve_the_memory_and_double_what_fits(monkeypatch):
-    monkeypatch.setattr(kv_pool, "available_memory", lambda device: 16 * GIB)
+    monkeypatch.setattr(pool_size, "available_memory", lambda device: 16 * GIB)
     wide, narrow = ([KVCacheSpec(8, 64, 64, dtype)] * 3 for dtype in ("bfloat16", "float8_e4m3fn"))
     assert 2 * bytes_per_block(narrow, 16) == bytes_per_block(wide, 16)
     sizes = [

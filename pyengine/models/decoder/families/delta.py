@@ -21,7 +21,9 @@ from pyengine.models.decoder.families.parts import (
     layer_count,
     pre_norm,
     recurrent_layers,
+    refuse_other_models,
     rms,
+    saved_dtype,
     without_rotation,
 )
 from pyengine.models.decoder.families.sigmoid_experts import (
@@ -112,17 +114,20 @@ def _qwen3_5_moe(settings: Settings) -> DecoderSpec:
 
 def _text_part(settings: Settings, family: Family) -> DecoderSpec:
     """The text part of a model of images and text, whose `text_config` is of another family."""
-    settings.pass_over(_IMAGES)
+    refuse_other_models(settings)
+    settings.default(text_config={})
     text = settings.section("text_config", defaults=family.defaults)
-    if text is None:
-        settings.refuse("text_config", "it describes the model")
+    assert text is not None  # it is an object by default
+    text.default(model_type=family.model_type)
+    text.text("model_type", [family.model_type])
     spec = family.spec(text)
     text.pass_over({**NO_EFFECT, **family.no_effect})
     text.pass_over_neutral(NEUTRAL)
     is_tied, name = spec.is_tied, str(settings.raw("model_type"))
     if settings.has("tie_word_embeddings"):
         is_tied = settings.flag("tie_word_embeddings")
-    return replace(spec, family=name, is_tied=is_tied)
+    dtype = saved_dtype(settings)
+    return replace(spec, family=name, is_tied=is_tied, saved_dtype=spec.saved_dtype or dtype)
 
 
 def _olmo_hybrid(settings: Settings) -> DecoderSpec:
@@ -393,9 +398,19 @@ FAMILIES = (
     ),
     _QWEN3_5,
     _QWEN3_5_MOE,
-    Family("qwen3_5", lambda settings: _text_part(settings, _QWEN3_5), {}, _QWEN3_5_TEXT_PART),
     Family(
-        "qwen3_5_moe", lambda settings: _text_part(settings, _QWEN3_5_MOE), {}, _QWEN3_5_TEXT_PART
+        "qwen3_5",
+        lambda settings: _text_part(settings, _QWEN3_5),
+        {},
+        _QWEN3_5_TEXT_PART,
+        {**_QWEN3_5.no_effect, **_IMAGES},
+    ),
+    Family(
+        "qwen3_5_moe",
+        lambda settings: _text_part(settings, _QWEN3_5_MOE),
+        {},
+        _QWEN3_5_TEXT_PART,
+        {**_QWEN3_5_MOE.no_effect, **_IMAGES},
     ),
     Family(
         "olmo_hybrid",

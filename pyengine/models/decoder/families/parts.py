@@ -341,7 +341,7 @@ def decoder(
         layers=tuple(layers),
         norm=norm,
         is_tied=settings.flag("tie_word_embeddings"),
-        saved_dtype=_saved_dtype(settings),
+        saved_dtype=saved_dtype(settings),
         **more,
     )
 
@@ -381,7 +381,7 @@ def refuse_other_models(settings: Settings) -> None:
         settings.refuse("quantization_config", "packed weights are not read by this decoder")
 
 
-def _saved_dtype(settings: Settings) -> str | None:
+def saved_dtype(settings: Settings) -> str | None:
     """The number format of `dtype`, or of `torch_dtype`, its name in older files."""
     known = ("float32", "bfloat16", "float16", "float64")
     for key in ("dtype", "torch_dtype"):

@@ -19,10 +19,10 @@ from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.support.processes import run_python
 from tests.unit.models.decoder.steps import CPU, Runner
 from tests.unit.models.decoder.test_families import Saved
-from tests.unit.models.decoder.tiny_models import MODELS, RECURRENT, Tiny, configuration_in
+from tests.unit.models.decoder.tiny_models import MODELS, Tiny, configuration_in
 
 Tensors = dict[str, torch.Tensor]
-_BY_NAME = {tiny.name: tiny for tiny in (*MODELS, *RECURRENT)}
+_BY_NAME = {tiny.name: tiny for tiny in MODELS}
 _TOKENS = [9, 44, 3, 71]
 
 

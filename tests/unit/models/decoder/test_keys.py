@@ -15,7 +15,14 @@ from pyengine.models.decoder.loading import open_model, spec_of
 from pyengine.models.transformers_calls import quiet_transformers
 from tests.support.without_torch import needs_torch
 from tests.unit.models.decoder.test_rotary_forms import configuration, newest
-from tests.unit.models.decoder.tiny_models import MODELS, Folders, Tiny, configuration_in
+from tests.unit.models.decoder.tiny_models import (
+    MODELS,
+    Folders,
+    Tiny,
+    configuration_in,
+    text_of,
+    with_text,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +76,11 @@ def ours(values: dict[str, Any], folder: Path) -> "torch.Tensor":
 
 def theirs(values: dict[str, Any], folder: Path) -> "torch.Tensor":
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     (folder / "config.json").write_text(json.dumps(values))
-    models: Any = AutoModelForCausalLM
+    reads_images = "vision_config" in values
+    models: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     with quiet_transformers():
         model, info = models.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -129,9 +137,11 @@ def test_an_unknown_key_is_refused_by_name(
 ) -> None:
     folder = saved_folder(next(tiny for tiny in first_of_family if tiny.family == family))
     values = configuration_in(folder)
+    text = text_of(values)
     for key, value in (("attention_temperature", 2.0), ("num_hidden_layer", 3), ("norm", {})):
-        with pytest.raises(ModelLoadError, match=f"says {key}="):
-            spec_of({**values, key: value}, "config.json")
+        for other in ({**values, key: value}, with_text(values, {**text, key: value})):
+            with pytest.raises(ModelLoadError, match=f"says {key}="):
+                spec_of(other, "config.json")
     spec_of({**values, "attention_temperature": None}, "config.json")  # null says nothing
 
 
@@ -141,10 +151,10 @@ def test_an_unknown_key_of_the_rotary_settings_is_refused_by_name(
 ) -> None:
     folder = saved_folder(next(tiny for tiny in first_of_family if tiny.family == family))
     values = configuration_in(folder)
-    if "rope_parameters" not in values:
-        pytest.skip("the family has learned positions")
-    spec_of(values, "config.json")
-    values["rope_parameters"]["short_mscale"] = 1.1
+    layers = spec_of(values, "config.json").layers
+    if not any(getattr(layer.attention, "rotary", None) for layer in layers):
+        pytest.skip("no head rotates")
+    text_of(values)["rope_parameters"]["short_mscale"] = 1.1
     with pytest.raises(ModelLoadError, match=r"short_mscale=1\.1"):
         spec_of(values, "config.json")
 
@@ -199,14 +209,15 @@ def test_a_key_of_another_kind_is_refused_by_name(
 ) -> None:
     folder = saved_folder(tiny)
     values, no_effect = configuration_in(folder), {*NO_EFFECT, *TABLE[tiny.family].no_effect}
-    for key in values:
-        if key in no_effect or values[key] is None:
+    text = text_of(values)
+    for key in text:
+        if key in no_effect or text[key] is None:
             continue
-        for value in other_values(values[key]):
+        for value in other_values(text[key]):
             if (key, "layer_types" in values) == ("sliding_window_pattern", True):
                 continue  # then it has no effect: released files have a text there
             with pytest.raises(ModelLoadError) as caught:
-                spec_of({**values, key: value}, "config.json")
+                spec_of(with_text(values, {**text, key: value}), "config.json")
             assert key in str(caught.value), (key, value)
 
 
@@ -216,16 +227,16 @@ def test_a_key_that_is_absent_or_null_means_what_transformers_reads(
     family: str, first_of_family: list[Tiny]
 ) -> None:
     values = configuration(next(tiny for tiny in first_of_family if tiny.family == family))
-    accepted = 0
-    for key in values.keys() - {"model_type"}:
-        absent = {name: value for name, value in values.items() if name != key}
-        for form in (absent, {**values, key: None}):
+    accepted, text = 0, text_of(values)
+    for key in text.keys() - {"model_type"}:
+        absent = {name: value for name, value in text.items() if name != key}
+        for form in (with_text(values, part) for part in (absent, {**text, key: None})):
             try:
                 written, actual = newest(form), spec_of(form, "config.json")
             except Exception:  # refused by one of the two: transformers raises any kind
                 continue
             expected = replace(spec_of(written, "newest"), saved_dtype=actual.saved_dtype)
-            assert actual == expected, (key, form.get(key, "absent"))
+            assert actual == expected, (key, text_of(form).get(key, "absent"))
             accepted += 1
     assert accepted >= 30
 

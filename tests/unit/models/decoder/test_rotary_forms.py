@@ -16,7 +16,7 @@ from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import spec_of
 from pyengine.models.transformers_calls import quiet_transformers
 from tests.support.without_torch import needs_torch
-from tests.unit.models.decoder.tiny_models import Tiny
+from tests.unit.models.decoder.tiny_models import Tiny, text_of, with_text
 
 _THETA = 500.0
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -36,6 +36,9 @@ _KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def forms(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A configuration with its rotary settings in each kind and form."""
+    if text_of(values) is not values:
+        yield from (with_text(values, text) for text in forms(text_of(values)))
+        return
     base = {key: value for key, value in values.items() if key != "rope_parameters"}
     yield base
     yield {**base, "rope_theta": _THETA}
@@ -84,7 +87,8 @@ def test_each_form_means_what_transformers_reads(family: str, first_of_family: l
             assert "config.json" in str(error)
             continue
         expected = spec_of(written, "newest")
-        rope = {key: value for key, value in form.items() if "rope" in key or "rota" in key}
+        text = text_of(form)
+        rope = {key: value for key, value in text.items() if "rope" in key or "rota" in key}
         assert actual == replace(expected, saved_dtype=actual.saved_dtype), rope
         specs.add(actual)
     assert len(specs) >= 3, "most forms were refused: the test saw nothing"

@@ -70,11 +70,14 @@ class Tiny:
     name: str
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    reads_images: bool = False
+    """True for a model of images and text; `settings` are those of its text part."""
 
     @property
     def configuration(self) -> dict[str, Any]:
         merged = {**_BASE, **self.settings}
-        return {key: value for key, value in merged.items() if value is not _ABSENT}
+        text = {key: value for key, value in merged.items() if value is not _ABSENT}
+        return {"text_config": text, "vision_config": _VISION} if self.reads_images else text
 
 
 Folders = Callable[[Tiny], Path]
@@ -84,6 +87,224 @@ Folders = Callable[[Tiny], Path]
 def rope(base: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {**base, "rope_theta": 5000.0, **more}}
 
+
+_DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_QWEN_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 20,
+    **_MOE,
+}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 3}
+_GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 2.5,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+    "shared_intermediate_size": 40,
+    "layer_types": ["mamba", "attention", "mamba"],
+}
+_NEMOTRON = {
+    "num_hidden_layers": _ABSENT,
+    "head_dim": 10,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "time_step_min": 1e-6,
+    "time_step_floor": 1e-2,
+}
+_FALCON = {**_MAMBA2, "mamba_d_ssm": 64}
+_KIMI = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    **_MOE,
+}
+
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
+
+RECURRENT = (
+    Tiny("qwen3_next", "qwen3_next", {**_DELTA, **_QWEN_MOE, "mlp_only_layers": [1]}),
+    Tiny(
+        "qwen3_next-types",
+        "qwen3_next",
+        {
+            **_DELTA,
+            **_QWEN_MOE,
+            "linear_num_value_heads": 2,
+            "layer_types": ["full_attention", "linear_attention"] * 2 + ["linear_attention"],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Tiny("qwen3_5", "qwen3_5_text", _DELTA),
+    Tiny("qwen3_5-images", "qwen3_5", _DELTA, reads_images=True),
+    Tiny("qwen3_5_moe", "qwen3_5_moe_text", {**_DELTA, **_QWEN_MOE}),
+    Tiny("qwen3_5_moe-images", "qwen3_5_moe", {**_DELTA, **_QWEN_MOE}, reads_images=True),
+    Tiny("olmo_hybrid", "olmo_hybrid", {"num_key_value_heads": 3}),
+    Tiny(
+        "olmo_hybrid-plain",
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 5,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 2,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        },
+    ),
+    Tiny("kimi_linear", "kimi_linear", _KIMI),
+    Tiny(
+        "kimi_linear-groups",
+        "kimi_linear",
+        {
+            **_KIMI,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 18,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    Tiny(
+        "granitemoehybrid",
+        "granitemoehybrid",
+        {**_MAMBA2, **_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3},
+    ),
+    Tiny(
+        "granitemoehybrid-dense",
+        "granitemoehybrid",
+        {
+            **_MAMBA2,
+            **_GRANITE,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+        },
+    ),
+    Tiny(
+        "nemotron_h",
+        "nemotron_h",
+        {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
+    ),
+    Tiny(
+        "nemotron_h-experts",
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "mamba", "mamba", "attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "routed_scaling_factor": 1.4,
+            "moe_latent_size": 20,
+            "use_bias": True,
+        },
+    ),
+    Tiny("falcon_h1", "falcon_h1", _FALCON),
+    Tiny(
+        "falcon_h1-scales",
+        "falcon_h1",
+        {
+            **_FALCON,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 1.3,
+            "key_multiplier": 0.6,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.5, 1.1, 0.9, 1.3, 0.7],
+            "mlp_multipliers": [0.8, 1.4],
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.6,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+        },
+    ),
+    Tiny("falcon_h1-norm", "falcon_h1", {**_FALCON, "mamba_rms_norm": True, "mlp_bias": True}),
+    Tiny(
+        "jamba",
+        "jamba",
+        {
+            "num_hidden_layers": 5,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    Tiny(
+        "jamba-biases",
+        "jamba",
+        {
+            "num_experts": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_dt_rank": 5,
+            "mamba_d_state": 8,
+        },
+    ),
+    Tiny("lfm2", "lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    Tiny(
+        "lfm2-biases",
+        "lfm2",
+        {
+            "full_attn_idxs": [1],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Tiny(
+        "lfm2_moe",
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.4,
+            **_MOE,
+        },
+    ),
+)
+"""Models whose layers keep states; they are in `MODELS`, too."""
 
 MODELS = (
     Tiny("llama", "llama"),
@@ -395,225 +616,18 @@ MODELS = (
             **_WINDOW,
         },
     ),
+    *RECURRENT,
 )
-
-
-_DELTA = {
-    "head_dim": 16,
-    "num_hidden_layers": 5,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-_QWEN_MOE = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "shared_expert_intermediate_size": 20,
-    **_MOE,
-}
-_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 3}
-_GRANITE = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 2.5,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 1.7,
-    "shared_intermediate_size": 40,
-    "layer_types": ["mamba", "attention", "mamba"],
-}
-_NEMOTRON = {
-    "num_hidden_layers": _ABSENT,
-    "head_dim": 10,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "time_step_min": 1e-6,
-    "time_step_floor": 1e-2,
-}
-_FALCON = {**_MAMBA2, "mamba_d_ssm": 64}
-_KIMI = {
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 14,
-    "linear_num_heads": 4,
-    "linear_head_dim": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    **_MOE,
-}
-
-RECURRENT = (
-    Tiny("qwen3_next", "qwen3_next", {**_DELTA, **_QWEN_MOE, "mlp_only_layers": [1]}),
-    Tiny(
-        "qwen3_next-types",
-        "qwen3_next",
-        {
-            **_DELTA,
-            **_QWEN_MOE,
-            "linear_num_value_heads": 2,
-            "layer_types": ["full_attention", "linear_attention"] * 2 + ["linear_attention"],
-            "norm_topk_prob": False,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    Tiny("qwen3_5", "qwen3_5_text", _DELTA),
-    Tiny("qwen3_5_moe", "qwen3_5_moe_text", {**_DELTA, **_QWEN_MOE}),
-    Tiny("olmo_hybrid", "olmo_hybrid", {"num_key_value_heads": 3}),
-    Tiny(
-        "olmo_hybrid-plain",
-        "olmo_hybrid",
-        {
-            "num_hidden_layers": 5,
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 10,
-            "linear_conv_kernel_dim": 2,
-            "linear_allow_neg_eigval": False,
-            "attention_bias": True,
-            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
-        },
-    ),
-    Tiny("kimi_linear", "kimi_linear", _KIMI),
-    Tiny(
-        "kimi_linear-groups",
-        "kimi_linear",
-        {
-            **_KIMI,
-            "num_hidden_layers": 3,
-            "q_lora_rank": 18,
-            "n_group": 4,
-            "topk_group": 2,
-            "norm_topk_prob": False,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        },
-    ),
-    Tiny(
-        "granitemoehybrid",
-        "granitemoehybrid",
-        {**_MAMBA2, **_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3},
-    ),
-    Tiny(
-        "granitemoehybrid-dense",
-        "granitemoehybrid",
-        {
-            **_MAMBA2,
-            **_GRANITE,
-            "num_local_experts": 0,
-            "num_experts_per_tok": 0,
-            "position_embedding_type": "rope",
-            "mamba_proj_bias": True,
-            "mamba_conv_bias": False,
-        },
-    ),
-    Tiny(
-        "nemotron_h",
-        "nemotron_h",
-        {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
-    ),
-    Tiny(
-        "nemotron_h-experts",
-        "nemotron_h",
-        {
-            **_NEMOTRON,
-            "layers_block_type": ["moe", "mamba", "mamba", "attention", "moe"],
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 32,
-            "routed_scaling_factor": 1.4,
-            "moe_latent_size": 20,
-            "use_bias": True,
-        },
-    ),
-    Tiny("falcon_h1", "falcon_h1", _FALCON),
-    Tiny(
-        "falcon_h1-scales",
-        "falcon_h1",
-        {
-            **_FALCON,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "attention_in_multiplier": 0.8,
-            "attention_out_multiplier": 1.3,
-            "key_multiplier": 0.6,
-            "ssm_in_multiplier": 1.2,
-            "ssm_out_multiplier": 0.7,
-            "ssm_multipliers": [0.5, 1.1, 0.9, 1.3, 0.7],
-            "mlp_multipliers": [0.8, 1.4],
-            "embedding_multiplier": 2.5,
-            "lm_head_multiplier": 0.6,
-            "attention_bias": True,
-            "mamba_proj_bias": True,
-            "projectors_bias": True,
-        },
-    ),
-    Tiny("falcon_h1-norm", "falcon_h1", {**_FALCON, "mamba_rms_norm": True, "mlp_bias": True}),
-    Tiny(
-        "jamba",
-        "jamba",
-        {
-            "num_hidden_layers": 5,
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    Tiny(
-        "jamba-biases",
-        "jamba",
-        {
-            "num_experts": 1,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "mamba_proj_bias": True,
-            "mamba_conv_bias": False,
-            "mamba_dt_rank": 5,
-            "mamba_d_state": 8,
-        },
-    ),
-    Tiny("lfm2", "lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
-    Tiny(
-        "lfm2-biases",
-        "lfm2",
-        {
-            "full_attn_idxs": [1],
-            "conv_bias": True,
-            "conv_L_cache": 4,
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": False,
-        },
-    ),
-    Tiny(
-        "lfm2_moe",
-        "lfm2_moe",
-        {
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "routed_scaling_factor": 1.4,
-            **_MOE,
-        },
-    ),
-)
-"""Models whose layers keep states."""
 
 
 def random_model(tiny: Tiny) -> Any:
     """The model in float32, the same every time; no weight has its initial value."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(tiny.family, **tiny.configuration)
-    models: Any = AutoModelForCausalLM
+    models: Any = AutoModelForImageTextToText if tiny.reads_images else AutoModelForCausalLM
     model = models.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -640,10 +654,21 @@ def save_without_torch(tiny: Tiny, folder: Path) -> None:
     if tiny.family in _BASES_OF_KINDS:
         settings.setdefault("rope_parameters", dict.fromkeys(kinds, rope))
     elif tiny.family != "gpt2":
-        settings.setdefault("rope_parameters", rope)
+        text_of(settings).setdefault("rope_parameters", rope)
     save_model(folder, tiny.family, **settings)
 
 
 def configuration_in(folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return values
+
+
+def text_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the text part, of a model that reads images too; else all of them."""
+    text: dict[str, Any] = values.get("text_config", values)
+    return text
+
+
+def with_text(values: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with these settings of its text part."""
+    return {**values, "text_config": text} if "text_config" in values else text
