@@ -242,8 +242,11 @@ def _reasons_of_windows(settings: dict[str, Any], scheduler: Any) -> Any:
 
 def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) -> Any:
     supported = (classes.FullAttentionSpec, classes.MLAAttentionSpec, classes.SlidingWindowSpec)
-    if type(spec) not in supported:
-        yield f"the cache is a {type(spec).__name__}, not of full attention or a sliding window"
+    name = type(spec).__name__
+    if name == "MambaSpec":
+        yield "recurrent layers: vLLM chooses the positions at which states are kept (MambaSpec)"
+    elif type(spec) not in supported:
+        yield f"the cache is a {name}, not of full attention or a sliding window"
     names = ["attention_chunk_size"]
     if type(spec) is not classes.SlidingWindowSpec:
         names.append("sliding_window")  # of layers that vLLM keeps as those of full attention
