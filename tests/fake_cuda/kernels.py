@@ -155,8 +155,8 @@ def _mix() -> None:
                 value, gate = array(tokens, 32, 128, dtype=dtype), array(tokens, 32, dtype=dtype)
                 decay = array(tokens, 32 * 128, dtype=dtype) if by_channel else gate
                 rule = DeltaRule(array(32), array(decay.shape[1]), 1.0, False, 1e-6)
-                rows = query, key, value, decay, gate
-                gated_delta(rows, rule, array(3, 32, 128, 128), sequences)
+                inputs = query, key, value, decay, gate
+                gated_delta(inputs, rule, array(3, 32, 128, 128), sequences)
             x, time = array(tokens, 128, 64, dtype=dtype), array(tokens, 128, dtype=dtype)
             inner = array(tokens, 1, 128, dtype=dtype)
             space = SpaceWeights(array(128), array(128), array(128))
