@@ -211,7 +211,7 @@ class Machine:
         """
         blocks, size = self.pool.num_blocks, self.pool.block_size
         snapshots = self.pool.snapshots
-        for_states: dict[str, int] = {}
+        for_states: dict[str, Any] = {}
         if snapshots is not None:  # no chunk is cut
             for_states = {"state_blocks": snapshots.num_blocks, "snapshot_min_tokens": LONGEST}
         manager = BlockManager(blocks, size, groups=self.groups.windows, **for_states)
