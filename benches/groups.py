@@ -17,12 +17,22 @@ from transformers import AutoConfig
 
 from pyengine import BlockManager
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
-from pyengine.kv_cache.pool import KVCacheSpec, bytes_per_block
+from pyengine.kv_cache.pool import KVCacheSpec, bytes_per_block, tensor_specs
 from pyengine.models.decoder.loading import spec_of
 
 BLOCK_SIZE, CHUNK, DECODES = 16, 2048, 64
 CONTEXTS = (1024, 4096, 16_384, 32_768)
 MIB = 1 << 20
+
+
+def _every(period: int, num_layers: int) -> list[str]:
+    """Layers that slide, but for the last one of each `period`."""
+    return [
+        "full_attention" if layer % period == period - 1 else "sliding_attention"
+        for layer in range(num_layers)
+    ]
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # as their config.json say
     "gemma-3-1b": (
         "gemma3_text",
@@ -44,6 +54,58 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # as their config.json say
             "head_dim": 64,
             "sliding_window": 128,
             "max_position_embeddings": 131_072,
+        },
+    ),
+    "gemma-4-E2B": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 35,
+            "layer_types": _every(5, 35),
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "sliding_window": 512,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "gemma-4-E4B": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 42,
+            "layer_types": _every(6, 42),
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "sliding_window": 512,
+            "max_position_embeddings": 131_072,
+        },
+    ),
+    "gemma-4-26B-A4B": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 30,
+            "layer_types": _every(6, 30),
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262_144,
+        },
+    ),
+    "gemma-4-31B": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 60,
+            "layer_types": _every(6, 60),
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262_144,
         },
     ),
 }
@@ -74,7 +136,7 @@ def walk(groups: LayerGroups, specs: Sequence[KVCacheSpec], context: int) -> Hel
         decode = max(decode, manager.usage().active)
         plan.commit([0])
     manager.check()
-    size = bytes_per_block(groups.tensor_shapes(specs), BLOCK_SIZE)
+    size = bytes_per_block(tensor_specs(specs, groups), BLOCK_SIZE)
     return Held(prefill * size, decode * size)
 
 
@@ -86,7 +148,7 @@ def print_shapes() -> None:
         spec = spec_of(AutoConfig.for_model(family, **settings).to_dict(), name)
         specs = spec.cache_specs("bfloat16")
         length = settings["max_position_embeddings"]
-        groups = choose_layer_groups(spec.windows, specs, length)
+        groups = choose_layer_groups(spec.windows, [each.token_bytes for each in specs], length)
         print(f"{name}: {groups}", file=sys.stderr)
         for context in CONTEXTS:
             full = walk(LayerGroups.single(len(specs)), specs, context).decode

@@ -13,6 +13,7 @@ from typing import Any
 from pyengine.errors import PyEngineError
 from pyengine.models.config import max_model_len
 from pyengine.models.decoder.families import TABLE
+from pyengine.models.decoder.gguf_recurrent import RECURRENT_ARCHITECTURES
 from pyengine.models.decoder.gguf_settings import ARCHITECTURES
 from pyengine.models.transformers_calls import quiet_transformers, reason_of
 
@@ -21,14 +22,13 @@ BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 OWN, FALLBACK, REFUSED = "own", "fallback", "refused"
 _FOLDER = Path("model")
 _RELEASED: dict[str, dict[str, Any]] = {
-    **{key: {"layer_types": ["conv", "full_attention"] * 16} for key in ("lfm2", "lfm2_moe")},
     **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
 }
 """Settings of released models, where no model is built of the defaults, or another one."""
 _ATTENTION = ("Attention", "MLA")
 _START = re.compile(r"^the model \(\S+\) has ")
-_ENDS = re.compile(r"; supported are .*|, which a paged .*|: it is made to .*|\. You can .*")
+_ENDS = re.compile(r": it is made to .*|\. You can .*")
 _NOT_PAGED = "its attention does not go through transformers' `AttentionInterface`"
 
 
@@ -42,7 +42,9 @@ def families() -> list[str]:
 def status(family: str) -> tuple[str, str]:
     """How the loader runs a family (own, fallback, refused), and why if it is refused."""
     if family in TABLE:
-        files = [name for name, row in ARCHITECTURES.items() if row.family == family]
+        known = {name: row.family for name, row in ARCHITECTURES.items()}
+        known |= {name: row.family for name, row in RECURRENT_ARCHITECTURES.items()}
+        files = [name for name, own in known.items() if own == family]
         return OWN, f"GGUF: {', '.join(f'`{name}`' for name in files)}" if files else ""
     with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,8 +23,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from benches.engine.floor.parts import products
 from benches.peers.report import machine
 from pyengine import LLM, SamplingParams
@@ -109,7 +107,7 @@ class TimedProducts:
     """Seconds of each step of an engine, and of the products in it."""
 
     def __init__(self, llm: LLM) -> None:
-        self._engine: Any = llm._engine
+        self._engine: Any = vars(llm)["_engine"]
         runner = self._engine._executor.runner
         runner.pool.populate()
         self._decoder = runner._model._decoder
@@ -182,6 +180,8 @@ def decodes(shape: dict[str, Any], rounds: int) -> str:
 
 def update_seconds(num_bytes: int, threads: int) -> float:
     """Seconds to multiply float32 numbers in place, the least of ten."""
+    import torch
+
     with torch_threads(threads):
         numbers, seconds = torch.ones(num_bytes // 4), []
         for _ in range(10):
@@ -218,10 +218,14 @@ def second_requests(shape: dict[str, Any], pairs: int) -> str:
     small = {
         **shape,
         "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 64,
         "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "full_attn_idxs": [1],
         "max_position_embeddings": 4096,
     }
-    small["layer_types"], small["full_attn_idxs"] = None, [1]
     again = []
     with engine(small, kv_cache_memory=2 << 30, max_num_seqs=4) as llm:
         for _ in range(pairs):

@@ -49,12 +49,15 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The T tokens of B sequences of one step, flattened in plan order; G layer groups.
+    """The T tokens of B sequences of one step, flattened in plan order; G tables.
+
+    The tables are those of `KVPool.tables`: one of each layer group, or of each part of a group
+    whose layers share tensors.
 
     Arrays on the CPU, tensors on another device:
 
     - `input_ids`, `positions`: int64 `[T]`.
-    - `slot_mapping`: int64 `[G, T]`, where a group's layers put a token's KV; -1: nowhere.
+    - `slot_mapping`: int64 `[G, T]`, where a table's layers put a token's KV; -1: nowhere.
     - `query_start_loc`: int32 `[B + 1]`, where each sequence's tokens begin; the last is T.
     - `seq_lens`: int32 `[B]`, tokens of each sequence after this step.
     - `block_tables`: int32 `[G, B, W]`; a row is valid up to `ceil(seq_len / block_size)`.

@@ -5,7 +5,8 @@ new keys and values into their slots and attends with all rows of the step, read
 place. Shared blocks are read once for all sequences. A row has the same bits in every batch.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,27 +24,62 @@ from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle
 from pyengine.cpu import CpuAttention, CpuCache, CpuStep
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.dtypes import Rows
 from pyengine.utils.openmp import loaded_torch, openmp_runtime
 from pyengine.utils.tensors import array_of
 
 if TYPE_CHECKING:
     import torch
 
-_caches: WeakKeyDictionary[KVPool, list[CpuCache]] = WeakKeyDictionary()
+
+class _Caches(Protocol):
+    """The cache of each layer."""
+
+    def __getitem__(self, layer: int, /) -> CpuCache: ...
 
 
-def _caches_of(pool: KVPool) -> list[CpuCache]:
+_caches: WeakKeyDictionary[KVPool, _Caches] = WeakKeyDictionary()
+
+
+def _caches_of(pool: KVPool) -> _Caches:
     """The tensors of each layer for the kernel; layers of one tensor share a cache.
 
     They are made once for a pool: the kernel accepts no second cache over the same memory.
     """
     if pool not in _caches:
-        by_tensor: dict[int, CpuCache] = {}
-        for location, (keys, values) in zip(pool.groups.locations, pool.arrays, strict=True):
-            if location.index not in by_tensor:
-                by_tensor[location.index] = CpuCache(keys, values)
-        _caches[pool] = [by_tensor[location.index] for location in pool.groups.locations]
+        tensors = [location.index for location in pool.groups.locations]
+        layers = list(zip(tensors, pool.arrays, strict=True))
+        shapes = {(tensor, keys.shape) for tensor, (keys, _) in layers}
+        if len(shapes) > len(set(tensors)):
+            _caches[pool] = _CachesInTurn(tensors, pool.arrays)
+        else:
+            by_tensor: dict[int, CpuCache] = {}
+            for tensor, (keys, values) in layers:
+                if tensor not in by_tensor:
+                    by_tensor[tensor] = CpuCache(keys, values)
+            _caches[pool] = [by_tensor[tensor] for tensor in tensors]
     return _caches[pool]
+
+
+class _CachesInTurn:
+    """The caches of layers that see one tensor in several shapes.
+
+    A tensor has that of the layer that attends: it takes microseconds to make, and the kernel
+    accepts no second one over the same memory.
+    """
+
+    def __init__(self, tensors: Sequence[int], arrays: Sequence[tuple[Rows, Rows]]) -> None:
+        """Each layer's tensor, by its number, and its keys and values there."""
+        self._tensors, self._arrays = tensors, arrays
+        self._current: dict[int, tuple[tuple[int, ...], CpuCache]] = {}
+
+    def __getitem__(self, layer: int, /) -> CpuCache:
+        """The cache of a layer, valid until another layer of the tensor asks for its own."""
+        tensor, (keys, values) = self._tensors[layer], self._arrays[layer]
+        if tensor not in self._current or self._current[tensor][0] != keys.shape:
+            self._current.pop(tensor, None)
+            self._current[tensor] = keys.shape, CpuCache(keys, values)
+        return self._current[tensor][1]
 
 
 class CpuBackend(AttentionBackend):
@@ -61,11 +97,15 @@ class CpuBackend(AttentionBackend):
         super().__init__(pool)
         self.caches = _caches_of(pool)
         self._threads = None if loaded_torch() is None else _torch_threads()
-        self.groups = [location.group for location in pool.groups.locations]
-        """The group of each layer."""
+        self.tables = pool.layer_tables
+        """The table of each layer."""
+        self.readers = [self.tables.index(table) for table in sorted(set(self.tables))]
+        """The first layer of each table."""
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group = full[0] if full else None
         """Groups with a window share no blocks."""
+        self.shares = [table.group == self.shared_group for table in pool.tables]
+        """True for the tables of that group."""
 
     @property
     def threads(self) -> CpuAttention:
@@ -111,20 +151,20 @@ class CpuMetadata:
     def __init__(self, backend: CpuBackend, inputs: StepInputs, first_key: int = 0) -> None:
         self._backend, self._first_key = backend, first_key
         self._steps = []
-        for group, tables in enumerate(inputs.host_block_tables):
+        for at, tables in enumerate(inputs.host_block_tables):
             shared: dict[str, Int32Array] = {}
-            if inputs.shared is not None and inputs.shared.group == group:
+            if inputs.shared is not None and backend.shares[at]:
                 prefixes = inputs.shared.prefixes
                 if len(prefixes):  # the kernel reads these blocks once for several sequences
                     order = inputs.shared.order[: len(inputs.host_seq_lens)]
                     shared = {"order": order, "prefixes": prefixes}
             self._steps.append(
                 CpuStep(
-                    backend.caches[0],
+                    backend.caches[backend.readers[at]],
                     query_start_loc=inputs.host_query_start_loc,
                     seq_lens=inputs.host_seq_lens,
                     block_tables=tables,
-                    slots=np.asarray(inputs.slot_mapping[group]),
+                    slots=np.asarray(inputs.slot_mapping[at]),
                     **shared,
                 )
             )
@@ -160,7 +200,7 @@ class CpuMetadata:
         """
         backend = self._backend
         threads.forward(
-            self._steps[backend.groups[layer]],
+            self._steps[backend.tables[layer]],
             backend.caches[layer],
             *arrays,
             scaling=options.scaling,

@@ -153,7 +153,7 @@ class FlashAttnMetadata:
         return with_sinks(result, options.sinks)
 
     def _table(self, layer: int) -> Any:
-        return self._inputs.block_tables[self._backend.pool.groups.locations[layer].group]
+        return self._inputs.block_tables[self._backend.pool.layer_tables[layer]]
 
 
 class FlashAttn3Backend(AttentionBackend):
@@ -212,7 +212,7 @@ class FlashAttn3Metadata:
             pool.keys[layer],
             pool.values[layer],
             cache_seqlens=inputs.seq_lens,
-            page_table=inputs.block_tables[pool.groups.locations[layer].group],
+            page_table=inputs.block_tables[pool.layer_tables[layer]],
             cu_seqlens_q=inputs.query_start_loc,
             max_seqlen_q=self._max_rows,
             return_softmax_lse=options.sinks is not None,

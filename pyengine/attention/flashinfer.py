@@ -210,7 +210,7 @@ five more kernels in each layer take, at 3 TB/s."""
 class _Kind:
     """Layers that one planned wrapper serves."""
 
-    group: int
+    table: int
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -257,8 +257,7 @@ class FlashInferBackend(AttentionBackend):
         self._int_workspaces: dict[tuple[str, _Kind], torch.Tensor] = {}
         self._pages: dict[tuple[int, bool], torch.Tensor] = {}
         self._prefixes: PrefixMemory | None = None
-        full = [group for group, window in enumerate(pool.groups.windows) if window is None]
-        self.shared_group = full[0] if full else None
+        self.shared_group = _shared_group(pool)
         self._token_bytes = sum(  # of layers that may share
             tensor[0, 0].nbytes
             for location, caches in zip(
@@ -314,7 +313,7 @@ class FlashInferBackend(AttentionBackend):
 
     def shares(self, kind: _Kind) -> bool:
         """True for layers that see all blocks of a shared prefix."""
-        return kind.group == self.shared_group and kind.window is None
+        return kind.table == self.shared_group and kind.window is None
 
     def cascade(self, inputs: StepInputs) -> Cascade | None:
         """See `AttentionBackend.cascade`."""
@@ -368,16 +367,16 @@ class FlashInferBackend(AttentionBackend):
             )
         return self._int_workspaces[role, kind]
 
-    def graph_pages(self, group: int, batch: int, width: int, *, own: bool) -> GraphPages:
-        """Memory for the pages of a group in a graph, the same for graphs of all sizes.
+    def graph_pages(self, table: int, batch: int, width: int, *, own: bool) -> GraphPages:
+        """Memory for the pages of a table in a graph, the same for graphs of all sizes.
 
         `own`: without those of shared prefixes.
         """
         size = GraphPages.size(batch, width)
-        memory = self._pages.get((group, own))
+        memory = self._pages.get((table, own))
         if memory is None or len(memory) < size:
             memory = torch.zeros(size, dtype=torch.int32, device=for_torch(self.pool.device))
-            self._pages[group, own] = memory
+            self._pages[table, own] = memory
         return GraphPages(memory, batch)
 
     def _workspace_for(self, kind: _Kind, max_decodes: int, max_prefixes: int = 0) -> torch.Tensor:
@@ -395,7 +394,7 @@ class FlashInferBackend(AttentionBackend):
         """The kind of `layer`, for which a wrapper is planned."""
         spec = self.pool.specs[layer]
         return _Kind(
-            group=self.pool.groups.locations[layer].group,
+            table=self.pool.layer_tables[layer],
             query_heads=query.shape[1],
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim_k,
@@ -489,10 +488,17 @@ class FlashInferBackend(AttentionBackend):
         }
 
 
+def _shared_group(pool: KVPool) -> int | None:
+    """The first group that sees everything, if it has one table; it has the group's number then."""
+    full = [group for group, window in enumerate(pool.groups.windows) if window is None]
+    tables = [at for at, table in enumerate(pool.tables) if full and table.group == full[0]]
+    return full[0] if full and tables == full[:1] else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Rows of some sequences of a step, on the host: where each sequence's begin, the keys that
-    they see, and the pages of those in one layer group."""
+    they see, and the pages of those in one table."""
 
     starts: npt.NDArray[np.int32]
     lengths: npt.NDArray[np.int32]
@@ -527,7 +533,7 @@ class FlashInferMetadata:
         """See `AttentionMetadata.forward`."""
         backend, decodes = self._backend, self._decodes
         kind = backend.kind(layer, qkv[0], options)
-        query = backend.writer.write(layer, qkv, self._slots[kind.group], options.rotation)
+        query = backend.writer.write(layer, qkv, self._slots[kind.table], options.rotation)
         planned = self._wrappers(kind)
         query = query.contiguous()
         if planned.shared_rows is not None:
@@ -569,7 +575,7 @@ class FlashInferMetadata:
         if planned is None:
             backend, decoder, prefiller = self._backend, None, None
             cascade = self._cascade if backend.shares(kind) else None
-            decoding, prefilling = self._rows_of(kind.group, cascade)
+            decoding, prefilling = self._rows_of(kind.table, cascade)
             if len(decoding.lengths):
                 decoder = backend.wrapper("decodes", kind)
                 backend.plan_rows(decoder, kind, decoding)
@@ -585,12 +591,12 @@ class FlashInferMetadata:
             self._planned[kind] = planned
         return planned
 
-    def _rows_of(self, group: int, cascade: Cascade | None) -> tuple[_Rows, _Rows]:
+    def _rows_of(self, table: int, cascade: Cascade | None) -> tuple[_Rows, _Rows]:
         """Leading sequences with one new token, and the others, without blocks of `cascade`."""
-        key = group, cascade is not None
+        key = table, cascade is not None
         if key not in self._rows:
             inputs, size = self._inputs, self._backend.pool.block_size
-            starts, tables = inputs.host_query_start_loc, inputs.host_block_tables[group]
+            starts, tables = inputs.host_query_start_loc, inputs.host_block_tables[table]
             parts = []
             for part in (slice(self._decodes), slice(self._decodes, None)):
                 lengths = inputs.host_seq_lens[part]
@@ -623,7 +629,7 @@ class FlashInferGraphMetadata:
         self._decoders: dict[_Kind, Any] = {}
         self._sharers: dict[_Kind, Any] = {}
         self._fixed: dict[tuple[int, bool], GraphPages] = {}
-        """The pages of a group, and those without shared prefixes."""
+        """The pages of a table, and those without shared prefixes."""
 
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphMetadata.refresh`."""
@@ -631,11 +637,11 @@ class FlashInferGraphMetadata:
         self._inputs = inputs
         layouts = {own: self._layout(own) for own in {own for _, own in self._fixed}}
         tables = inputs.host_block_tables
-        pages = {(group, own): layouts[own].pages(tables[group]) for group, own in self._fixed}
+        pages = {(table, own): layouts[own].pages(tables[table]) for table, own in self._fixed}
         for key, fixed in self._fixed.items():
             fixed.fill(pages[key])
         for kind, decoder in self._decoders.items():
-            backend.plan_again(decoder, kind, pages[kind.group, self._shares(kind)])
+            backend.plan_again(decoder, kind, pages[kind.table, self._shares(kind)])
         self._plan_sharers(self._sharers)
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
@@ -661,11 +667,11 @@ class FlashInferGraphMetadata:
     def _begin(self, kind: _Kind) -> None:
         """Make and plan the wrappers of a kind of layer."""
         backend, shares = self._backend, self._shares(kind)
-        key = kind.group, shares
+        key = kind.table, shares
         if key not in self._fixed:
-            self._fixed[key] = backend.graph_pages(kind.group, self._batch, self._width, own=shares)
+            self._fixed[key] = backend.graph_pages(kind.table, self._batch, self._width, own=shares)
         decoder = self._decoders[kind] = backend.graph_decoder(kind, self._fixed[key])
-        tables = self._inputs.host_block_tables[kind.group]
+        tables = self._inputs.host_block_tables[kind.table]
         backend.plan_graph(decoder, kind, self._layout(shares).pages(tables))
         if self._prefixes is not None and shares:
             sharer = backend.graph_sharer(kind, self._prefixes, self._batch)

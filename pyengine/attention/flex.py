@@ -75,6 +75,11 @@ class FlexBackend(AttentionBackend):
         if pool.device.type == "cuda":
             self.attend = compiled(self.attend)
         self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
+        self.num_pages = [(pool.num_blocks + 1) * table.parts for table in pool.tables]
+        """The pages in the tensors, as the layers of each table see them."""
+        null = np.array(pool.null_blocks, np.int64)[:, None]
+        self.null_pages: torch.Tensor = upload(null, for_torch(pool.device))
+        """The null block in each table, `[tables, 1]`."""
 
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
         """The score function of a softcap, one for all layers and steps."""
@@ -90,7 +95,7 @@ class FlexBackend(AttentionBackend):
         return flex_obstacle(needs)
 
     def metadata(self, inputs: StepInputs) -> "FlexMetadata":
-        """Prepare a step; tiles are laid out per group and window, at first use."""
+        """Prepare a step; tiles are laid out per table and window, at first use."""
         return FlexMetadata(self, inputs, None)
 
     def graph_metadata(self, inputs: StepInputs) -> "FlexMetadata":
@@ -102,7 +107,8 @@ class FlexBackend(AttentionBackend):
 def _check_reach(pool: KVPool) -> None:
     if torch_version(torch.__version__) >= _WIDE_OFFSETS:
         return
-    block = max(tensor[0].numel() for tensor in (*pool.keys, *pool.values))
+    count = pool.num_blocks + 1
+    block = max(tensor.numel() // count for tensor in (*pool.keys, *pool.values))
     max_blocks = _REACH // block - 1  # the null block is one more
     if pool.num_blocks > max_blocks:
         raise ConfigurationError(
@@ -127,7 +133,7 @@ class FlexMetadata:
         )  # [T]
         self._positions = _padded(inputs.positions, _MIN_SIZE)
         self._tables = _padded(inputs.block_tables, _MIN_SIZE, _MIN_SIZE)
-        shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
+        shape = (len(inputs.block_tables), max(backend.num_pages))
         self._columns = torch.empty(shape, dtype=torch.int64, device=for_torch(backend.pool.device))
         self._masks: dict[tuple[int, int | None, int], Any] = {}
         self._packed: dict[tuple[int, int | None, int], torch.Tensor] = {}
@@ -142,13 +148,13 @@ class FlexMetadata:
             _, rows, width = inputs.block_tables.shape
             self._tables[:, :rows, :width].copy_(inputs.block_tables)
         self._find_columns()
-        for (group, window, _), fixed in self._packed.items():
-            fixed.copy_(self._tiles(group, window).packed(self._capacity, fixed.device))
+        for (table, window, _), fixed in self._packed.items():
+            fixed.copy_(self._tiles(table, window).packed(self._capacity, fixed.device))
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionMetadata.forward`."""
         backend, pool = self._backend, self._backend.pool
-        group = pool.groups.locations[layer].group
+        table = pool.layer_tables[layer]
         slots = self._inputs.slot_mapping
         query = backend.writer.write_step(layer, qkv, slots, options.rotation)
         keys, values = (
@@ -165,7 +171,7 @@ class FlexMetadata:
             keys,
             values,
             score_mod=backend.score_mod(options.softcap),
-            block_mask=self._mask(group, options.sliding_window, lanes.count),
+            block_mask=self._mask(table, options.sliding_window, lanes.count),
             scale=options.scaling,
             enable_gqa=not self._decodes,
             kernel_options=self._kernel_options(tile),
@@ -190,37 +196,37 @@ class FlexMetadata:
         """Compute each page's column in the block tables; -1: in none. On the device."""
         width = self._inputs.host_block_tables.shape[2]  # of this step; a graph's may be wider
         tables, lens = self._inputs.block_tables[..., :width], self._inputs.seq_lens
-        null = self._backend.pool.num_blocks
+        null = self._backend.null_pages
         columns = torch.arange(tables.shape[2], device=tables.device)
         valid = columns < -(-lens[:, None] // self._backend.pool.block_size)
-        pages = torch.where(valid, tables, null).long().flatten(1)
+        pages = torch.where(valid, tables, null[..., None]).long().flatten(1)
         self._columns.fill_(-1)
         self._columns.scatter_(1, pages, columns.repeat(len(lens)).expand_as(pages))
-        self._columns[:, null] = -1
+        self._columns.scatter_(1, null, -1)
 
-    def _mask(self, group: int, window: int | None, lanes: int) -> Any:
-        mask = self._masks.get((group, window, lanes))
+    def _mask(self, table: int, window: int | None, lanes: int) -> Any:
+        mask = self._masks.get((table, window, lanes))
         if mask is None:
-            pool, tiles = self._backend.pool, self._tiles(group, window)
+            pool, tiles = self._backend.pool, self._tiles(table, window)
             packed = tiles.packed(self._capacity, for_torch(pool.device))
-            self._packed[group, window, lanes] = packed
+            self._packed[table, window, lanes] = packed
             mask = self._backend.library.BlockMask.from_kv_blocks(
                 *tiles.parts(packed, self._capacity),
                 BLOCK_SIZE=(lanes if self._decodes else _PREFILL_TILE, pool.block_size),
-                mask_mod=self._visible(group, window, lanes),
+                mask_mod=self._visible(table, window, lanes),
                 seq_lengths=(
                     len(self._sequence_of) * lanes,
-                    (pool.num_blocks + 1) * pool.block_size,
+                    self._backend.num_pages[table] * pool.block_size,
                 ),
                 compute_q_blocks=False,
             )
-            self._masks[group, window, lanes] = mask
+            self._masks[table, window, lanes] = mask
         return mask
 
-    def _visible(self, group: int, window: int | None, lanes: int) -> Callable[..., torch.Tensor]:
+    def _visible(self, table: int, window: int | None, lanes: int) -> Callable[..., torch.Tensor]:
         """The mask function: true if a row, of `lanes` per token, sees a slot of the pool."""
         size = self._backend.pool.block_size
-        columns, tables = self._columns[group], self._tables[group]
+        columns, tables = self._columns[table], self._tables[table]
         sequence_of, positions = self._sequence_of, self._positions
 
         def visible(
@@ -235,11 +241,11 @@ class FlexMetadata:
 
         return visible
 
-    def _tiles(self, group: int, window: int | None) -> "Tiles":
+    def _tiles(self, table: int, window: int | None) -> "Tiles":
         """The pages of each tile of rows."""
         return tile_pages(
             self._inputs,
-            self._inputs.host_block_tables[group],
+            self._inputs.host_block_tables[table],
             window,
             self._backend.pool.block_size,
             1 if self._decodes else _PREFILL_TILE,

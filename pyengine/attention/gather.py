@@ -108,23 +108,23 @@ class GatherMetadata:
 
     def forward(self, layer: int, qkv: QKV, options: AttentionOptions) -> torch.Tensor:
         """See `AttentionMetadata.forward`."""
-        group = self._pool.groups.locations[layer].group
-        query = self._backend.writer.write(layer, qkv, self._slots[group], options.rotation)
+        table = self._pool.layer_tables[layer]
+        query = self._backend.writer.write(layer, qkv, self._slots[table], options.rotation)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], values.shape[-1])
-        for piece in self._pieces_for(group, options.sliding_window):
+        for piece in self._pieces_for(table, options.sliding_window):
             k, v = _gather(keys, values, piece, self._backend.scratches)
             if spec.dtype in FLOAT8_DTYPES:
                 k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
         return out
 
-    def _pieces_for(self, group: int, window: int | None) -> "list[SpanPiece | _BatchPiece]":
-        """The pieces of a layer of this group with this window, made at first use."""
-        pieces = self._pieces.get((group, window))
+    def _pieces_for(self, table: int, window: int | None) -> "list[SpanPiece | _BatchPiece]":
+        """The pieces of a layer of this table with this window, made at first use."""
+        pieces = self._pieces.get((table, window))
         if pieces is None:
-            device, layout = for_torch(self._pool.device), self._layouts[group]
+            device, layout = for_torch(self._pool.device), self._layouts[table]
             max_blocks = _BATCH_BYTES[device.type] // max(
                 spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
             )
@@ -136,7 +136,7 @@ class GatherMetadata:
                 _BatchPiece(rows, self._pool.block_size, device)
                 for rows in layout.batches(window, max_blocks, first_key=self._first_key)
             ]
-            self._pieces[group, window] = pieces
+            self._pieces[table, window] = pieces
         return pieces
 
 

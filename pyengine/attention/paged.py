@@ -56,15 +56,17 @@ class KVWriter:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._by_kernel = _kernel_serves(pool)
+        null_slots = [[block * pool.block_size] for block in pool.null_blocks]
+        self._null_slots = torch.tensor(null_slots, device=for_torch(pool.device))
 
     def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """The slots of a step as `write` takes them, computed once per step.
+        """The slots `[tables, T]` of a step as `write` takes them, computed once per step.
 
         The kernel skips the slot -1. Torch's copy cannot: there such rows go to the null block.
         """
         if self._by_kernel:
             return slot_mapping
-        return torch.where(slot_mapping < 0, self._pool.null_slot, slot_mapping)
+        return torch.where(slot_mapping < 0, self._null_slots, slot_mapping)
 
     def write(
         self, layer: int, qkv: QKV, slots: torch.Tensor, rotation: Rotation | None = None
@@ -100,12 +102,15 @@ class KVWriter:
         slot_mapping: torch.Tensor,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """`write` by a step's `slot_mapping` `[groups, T]` as it is.
+        """`write` by a step's `slot_mapping` `[tables, T]` as it is.
 
         A CUDA graph reads `slot_mapping` at each replay, so no derived tensor is kept.
         """
-        group = self._pool.groups.locations[layer].group
-        return self.write(layer, qkv, self.slots(slot_mapping[group]), rotation)
+        table = self._pool.layer_tables[layer]
+        slots = slot_mapping[table]
+        if not self._by_kernel:
+            slots = torch.where(slots < 0, self._null_slots[table], slots)
+        return self.write(layer, qkv, slots, rotation)
 
 
 def _kernel_serves(pool: KVPool) -> bool:
@@ -131,7 +136,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where the pages of B sequences are in a table `[B, W]`, in all layer groups alike.
+    """Where the pages of B sequences are in a table `[B, W]`, in all tables alike.
 
     `positions` `[indptr[-1]]` are those in the table's rows, one after the other. For the rest see
     `PageTable`.
@@ -162,7 +167,7 @@ class PageLayout:
         )
 
     def pages(self, block_tables: Int32Array) -> PageTable:
-        """The pages in the table of a layer group."""
+        """The pages in one of the step's tables."""
         indices = block_tables.reshape(-1).take(self.positions)
         return PageTable(self.indptr, indices, self.last_page_len)
 

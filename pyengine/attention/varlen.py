@@ -142,7 +142,6 @@ class VarlenMetadata:
                 f"attention_backend={backend.name!r} does not have; choose another"
             )
         pool, sinks = backend.pool, options.sinks
-        group = pool.groups.locations[layer].group
         query = backend.writer.write_step(layer, qkv, inputs.slot_mapping, options.rotation)
         result = backend.attend(
             query.contiguous(),
@@ -157,7 +156,7 @@ class VarlenMetadata:
             window_size=self._window_size(options.sliding_window),
             enable_gqa=True,
             seqused_k=inputs.seq_lens,
-            block_table=inputs.block_tables[group],
+            block_table=inputs.block_tables[pool.layer_tables[layer]],
             num_splits=backend.num_splits,
         )
         return with_sinks(result, sinks)

@@ -447,8 +447,14 @@ def _scale_properties(cache: KVCacheConfig) -> list[tuple[str, bytes]]:
 
 
 def _layers_of(groups: LayerGroups, group: int) -> bytes:
-    layers = [layer for layer, location in enumerate(groups.locations) if location.group == group]
-    return f"{layers} {groups.windows[group]}".encode()
+    """The layers of a group, its window, and their places in a block where tensors have parts."""
+    places = {
+        layer: (location.index, location.parts, location.part)
+        for layer, location in enumerate(groups.locations)
+        if location.group == group
+    }
+    parts = f" {list(places.values())}" if groups.has_parts else ""
+    return f"{list(places)} {groups.windows[group]}{parts}".encode()
 
 
 def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:

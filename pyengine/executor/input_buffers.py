@@ -10,6 +10,9 @@ sequence; the copy is as wide as the longest table in the step::
     [G, S, max_blocks]   ->   [G, B, width]           ->   [G, B, width]
 
 If the attention backend reads tables on the host, they are not copied.
+
+Where layers share a tensor of the pool, the block manager fills slots and tables of G groups apart,
+and the step has those of each part (`PartTables`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +26,10 @@ import numpy.typing as npt
 from pyengine.attention.backend import AttentionBackend, SharedRows, StepInputs
 from pyengine.executor.states import StepStates
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
+from pyengine.kv_cache.layer_groups import Table
+from pyengine.kv_cache.part_tables import PartTables
 from pyengine.utils.devices import Device, for_torch
+from pyengine.utils.host_copy import upload
 from pyengine.utils.tensors import tensor_of
 
 if TYPE_CHECKING:
@@ -60,7 +66,8 @@ class RunnerLimits:
     """The largest step: tokens, sequences, blocks of one table; and tables of one sequence.
 
     `rows_per_seq` is the most rows of logits of a sequence: one, and one for each draft. With
-    `has_states` the model has recurrent layers.
+    `has_states` the model has recurrent layers. `tables` are those of a pool whose tensors have
+    several layers of a group; empty: that of each group.
     """
 
     max_num_batched_tokens: int
@@ -69,6 +76,7 @@ class RunnerLimits:
     num_groups: int = 1
     rows_per_seq: int = 1
     has_states: bool = False
+    tables: tuple[Table, ...] = ()
 
     @property
     def max_num_samples(self) -> int:
@@ -201,6 +209,12 @@ class InputBuffers:
         }
         tables = np.zeros((groups, sequences, self._max_width), np.int32)
         self.arrays = HostArrays(**self._host, block_tables=tables)
+        """Those that the block manager fills."""
+        self._parts: PartTables | None = None
+        if limits.tables:
+            self._parts = PartTables(limits.tables, block_size)
+            self._host["slot_mapping"] = np.zeros((len(limits.tables), tokens), np.int64)
+            tables = np.zeros((len(limits.tables), sequences, self._max_width), np.int32)
         names = _STATE_ARRAYS if limits.has_states else ()
         self._host |= {name: np.full(sequences, -1, np.int64) for name in names}
         self._tables, self._block_size, self._device = tables, block_size, device
@@ -254,6 +268,8 @@ class InputBuffers:
             plan.fill(self.step_buffers, shared=self._shared.buffers)
             self._shared.prefixes = self._shared.rows[: self._shared.buffers.num_prefixes]
         tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
+        if self._parts is not None:
+            self._fill_parts(self._parts, tokens, sequences)
         if self._limits.has_states:
             sources, slots = (self._host[name] for name in _STATE_ARRAYS)
             sources[:sequences] = -1 if states is None else states.sources
@@ -269,8 +285,24 @@ class InputBuffers:
             self._filled.packed.pack()
             if self._copies_tables and padding is not None:
                 packed_tables = self._filled.inputs.host_block_tables
-                packed_tables[:, plan.num_sequences :, 0] = padding.null_block
+                packed_tables[:, plan.num_sequences :, 0] = self._null_blocks(padding)
         return self._filled
+
+    def _fill_parts(self, parts: PartTables, tokens: int, sequences: int) -> None:
+        """Write the step's slots and tables from those of the groups."""
+        arrays, width = self.arrays, self._width(sequences)
+        self._host["slot_mapping"][:, :tokens] = parts.slots(arrays.slot_mapping[:, :tokens])
+        of_groups = arrays.block_tables[:, :sequences, :width]
+        self._tables[:, :sequences, :width] = parts.block_tables(of_groups)
+
+    def _null_blocks(self, padding: Padding) -> Any:
+        """The null block in the tables: a number for all, or `[tables, 1]`."""
+        return padding.null_block if self._parts is None else self._parts.blocks(padding.null_block)
+
+    @property
+    def tables(self) -> npt.NDArray[np.int32]:
+        """The tables of the last step on the host, at full capacity."""
+        return self._tables
 
     def start_upload(self, packed: Packed) -> None:
         """Copy to the device; the next `fill` waits for the copy."""
@@ -291,8 +323,9 @@ class InputBuffers:
             self._wait_for_upload()
         tables = self._fixed_tables[:, :size]
         if self._copies_tables:
-            tables[..., 0] = padding.null_block
-        host = self.arrays.block_tables[:, :size, :1]
+            null = np.broadcast_to(self._null_blocks(padding), tables.shape[:2])
+            tables[..., 0] = upload(null.astype(np.int32), for_torch(self._device))
+        host = self._tables[:, :size, :1]
         return replace(filled.inputs, block_tables=tables, host_block_tables=host)
 
     @cached_property
@@ -321,7 +354,7 @@ class InputBuffers:
         arrays, end = self.arrays, padding.num_sequences
         arrays.input_ids[count:end] = 0
         arrays.positions[count:end] = 0
-        arrays.slot_mapping[:, count:end] = -1
+        self._host["slot_mapping"][:, count:end] = -1
         arrays.seq_lens[count:end] = 1
         arrays.query_start_loc[count : end + 1] = range(count, end + 1)
         arrays.logits_indices[count:end] = range(count, end)

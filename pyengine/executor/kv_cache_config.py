@@ -7,7 +7,7 @@ from typing import Any
 
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups
-from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool, tensor_specs
 from pyengine.kv_cache.pool_size import PoolSettings, PoolSize, resolve_num_blocks
 from pyengine.kv_cache.states import StatePool, StateSpec, state_bytes
 from pyengine.models.loaded import LoadedModel
@@ -60,17 +60,17 @@ def configure_cache(
     into memory.
     """
     specs = cache_specs(loaded, kv_dtype or loaded.dtype)
-    shapes = [spec.unscaled for spec in specs]
     groups = LayerGroups.single(len(specs))
     if layer_groups:
         windows = [layer.window for layer in loaded.layers]
-        groups = choose_layer_groups(windows, shapes, settings.max_model_len)
+        sizes = [spec.token_bytes for spec in specs]
+        groups = choose_layer_groups(windows, sizes, settings.max_model_len)
     arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
     settings = replace(
         settings, blocks_per_seq=blocks_per_seq, state_bytes=state_bytes(loaded.states)
     )
-    size = resolve_num_blocks(settings, groups.tensor_shapes(shapes), loaded.device)
+    size = resolve_num_blocks(settings, tensor_specs(specs, groups), loaded.device)
     return KVCacheConfig(specs, groups, size, settings.block_size, loaded.states)
 
 

@@ -117,6 +117,8 @@ class ModelRunner:
         self._backend = backend
         size, device = pool.block_size, pool.device
         apart = record is not None
+        if pool.groups.has_parts:
+            limits = replace(limits, tables=pool.tables)
         self.buffers = InputBuffers(limits, size, device, backend, apart=apart)
         """The buffers of the next step."""
         self._other_buffers = InputBuffers(
@@ -277,9 +279,10 @@ class ModelRunner:
         mtp, buffers = self._mtp, self._draft_buffers
         assert mtp is not None and buffers is not None
         copies = plan.copies()
-        arrays = buffers.fill(plan).buffers.arrays
+        buffers.fill(plan)
         rows = [draft.row for draft in draft_rows]
-        positions, tables = arrays.seq_lens[rows].astype(np.int64) - 1, arrays.block_tables[:, rows]
+        positions = buffers.arrays.seq_lens[rows].astype(np.int64) - 1
+        tables = buffers.tables[:, rows]
 
         def draft() -> list[list[int]]:
             with on_device(self.pool.device):

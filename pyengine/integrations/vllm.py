@@ -114,7 +114,7 @@ def _with_merged_tables(
         for index, request in enumerate(running_reqs if tables else ()):
             table = tables.get(request.request_id)
             if table is not None:
-                data.new_block_ids[index] = (table,)
+                data.new_block_ids[index] = table
                 data.resumed_req_ids.add(request.request_id)
     return data
 
@@ -178,7 +178,11 @@ def vllm_classes() -> SimpleNamespace:
         "vllm.distributed.kv_transfer.kv_connector.v1.base": ("KVConnectorBase_V1",),
         "vllm.distributed.kv_events": ("AllBlocksCleared", "BlockRemoved", "BlockStored"),
         "vllm.v1.core.kv_cache_utils": ("KVCacheBlockCopy",),
-        "vllm.v1.kv_cache_interface": ("FullAttentionSpec", "MLAAttentionSpec"),
+        "vllm.v1.kv_cache_interface": (
+            "FullAttentionSpec",
+            "MLAAttentionSpec",
+            "SlidingWindowSpec",
+        ),
         "vllm.v1.metrics.stats": ("PrefixCacheStats",),
         "vllm.v1.request": ("RequestStatus",),
     }
@@ -201,11 +205,11 @@ def out_of_scope(settings: dict[str, Any], scheduler: Any, classes: Any) -> str 
 
 def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
     cache = settings["kv_cache_config"]
-    groups = cache.kv_cache_groups
-    if len(groups) != 1:
-        yield f"the model has {len(groups)} groups of layers, not one"
-        return
-    yield from _reasons_of_the_layers(settings, groups[0].kv_cache_spec, classes)
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if not specs:
+        yield "the model has no KV cache"
+    for spec in specs:
+        yield from _reasons_of_the_layers(settings, spec, classes)
     for name in ("dcp_world_size", "pcp_world_size"):
         if settings.get(name, 1) > 1:
             yield f"context parallelism ({name} is {settings[name]})"
@@ -215,21 +219,42 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
         yield "drafters of several modules recompute the end of a prompt"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
-    if cache.prefix_cache_retention_interval:  # 0 changes nothing here
+    if cache.prefix_cache_retention_interval:  # with 0, all blocks are cached here
         yield f"prefix_cache_retention_interval is {cache.prefix_cache_retention_interval}"
     if cache.hisparse_host_num_blocks:
         yield "HiSparse keeps blocks on the host"
     if scheduler is not None:
         yield from _reasons_of_the_engine(scheduler.vllm_config)
         yield from _reasons_of_the_connector(scheduler.connector, classes.KVConnectorBase_V1)
+    if [getattr(spec, "sliding_window", None) for spec in specs] != [None]:
+        yield from _reasons_of_windows(settings, scheduler)
+
+
+def _reasons_of_windows(settings: dict[str, Any], scheduler: Any) -> Any:
+    """Several groups of layers, or one with a window."""
+    if settings.get("enable_kv_cache_events"):
+        yield "events name the group of layers"
+    if scheduler is not None and scheduler.connector is not None:
+        yield "a connector reads blocks of several groups of layers, or of a window"
+    if scheduler is not None and scheduler.vllm_config.model_config.enable_prompt_embeds:
+        yield "windows do not pass prompts given as embeddings"
 
 
 def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) -> Any:
-    if type(spec) not in (classes.FullAttentionSpec, classes.MLAAttentionSpec):
-        yield f"the cache is a {type(spec).__name__}, not of full attention"
-    for name in ("sliding_window", "attention_chunk_size"):
+    supported = (classes.FullAttentionSpec, classes.MLAAttentionSpec, classes.SlidingWindowSpec)
+    name = type(spec).__name__
+    if name == "MambaSpec":
+        yield "recurrent layers: vLLM chooses the positions at which states are kept (MambaSpec)"
+    elif type(spec) not in supported:
+        yield f"the cache is a {name}, not of full attention or a sliding window"
+    names = ["attention_chunk_size"]
+    if type(spec) is not classes.SlidingWindowSpec:
+        names.append("sliding_window")  # of layers that vLLM keeps as those of full attention
+    for name in names:
         if getattr(spec, name, None) is not None:
             yield f"{name} is {getattr(spec, name)}"
+    if getattr(spec, "extra_retained_tokens", 0) or getattr(spec, "prefix_replay_tokens", 0):
+        yield "tokens before the window are computed again"
     if getattr(spec, "non_causal", False):
         yield "attention is not causal"
     block_size = settings["scheduler_block_size"]

@@ -5,51 +5,57 @@ names and arguments; `vllm_tables` manages the blocks.
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pyengine.integrations.vllm_keys import EventWriter
 from pyengine.integrations.vllm_tables import RequestBlocks, RequiredBlocks, Tables
-from pyengine.kv_cache import BlockManager, Pin
+from pyengine.kv_cache import Pin
 
 logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
 
 
 class Blocks:
-    """vLLM's `KVCacheBlocks`: block ids of the single group, the first `num_cached` registered."""
+    """vLLM's `KVCacheBlocks`: block ids by layer group; the first `num_cached` are registered."""
 
     __slots__ = ("_view", "ids", "num_cached")
 
-    def __init__(self, ids: list[int], view: Callable[[int, bool], Any], num_cached: int) -> None:
+    def __init__(
+        self, ids: list[list[int]], view: Callable[[int, bool], Any], num_cached: int
+    ) -> None:
         self.ids = ids
         self.num_cached = num_cached
         self._view = view
 
     def get_block_ids(self, allow_none: bool = False, *, group_ids: Any = None) -> Any:
-        """`([ids],)`, a copy; None if there are none and `allow_none`."""
-        if allow_none and not self.ids:
+        """A copy of the ids of these groups; None if there are none and `allow_none`."""
+        groups = self.ids if group_ids is None else [self.ids[group] for group in group_ids]
+        if allow_none and not any(groups):
             return None
-        groups = (0,) if group_ids is None else group_ids
-        return tuple(self.ids.copy() for _ in groups)
+        return tuple(ids.copy() for ids in groups)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """The block ids that are not registered: a connector fills them."""
-        return self.ids[self.num_cached :]
+        """The block ids of a single group that are not registered: a connector fills them."""
+        [ids] = self.get_unhashed_block_ids_all_groups()
+        return ids
 
     def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-        """The same, in a list for the single group."""
-        return [self.get_unhashed_block_ids()]
+        """The same, by layer group, without the null block."""
+        return [[block for block in ids[self.num_cached :] if block] for ids in self.ids]
 
     def new_empty(self) -> "Blocks":
         """No blocks, of the same pool."""
-        return Blocks([], self._view, 0)
+        return Blocks([[] for _ in self.ids], self._view, 0)
 
     @property
     def blocks(self) -> tuple[list[Any], ...]:
-        """Block objects with a `block_id` and a `block_hash`."""
-        cached = self.num_cached
-        return ([self._view(block, index < cached) for index, block in enumerate(self.ids)],)
+        """Block objects with a `block_id` and a `block_hash`, by layer group."""
+        cached, view = self.num_cached, self._view
+        return tuple(
+            [view(block, index < cached) for index, block in enumerate(ids)] for ids in self.ids
+        )
 
     def __repr__(self) -> str:
         return f"<Blocks {self.ids}>"
@@ -61,12 +67,12 @@ class BlockView:
 
     block_id: int
     is_cached: bool
-    _manager: BlockManager
+    _tables: Tables
 
     @property
     def ref_cnt(self) -> int:
         """Requests that hold it."""
-        return self._manager.seq_refs(self.block_id)
+        return self._tables.seq_refs(self.block_id)
 
     @property
     def is_null(self) -> bool:
@@ -76,22 +82,22 @@ class BlockView:
     @property
     def block_hash(self) -> bytes | None:
         """None if the block is not registered. Connectors use no more of it."""
-        return b"registered" if self.is_cached else None
+        return b"registered" if self.is_cached and not self.is_null else None
 
 
 class BlockPool:
     """The part of `BlockPool` that vLLM's Scheduler uses."""
 
-    def __init__(self, manager: BlockManager) -> None:
-        self._manager = manager
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
 
     def get_num_free_blocks(self) -> int:
         """Blocks that no request holds, cached or not."""
-        return self._manager.usage().available
+        return self._tables.kv.usage().available
 
     def get_usage(self) -> float:
         """Share of the blocks that requests hold."""
-        usable = self._manager.num_blocks - 1
+        usable = self._tables.num_blocks - 1
         return 1.0 - self.get_num_free_blocks() / usable if usable else 0.0
 
     def free_blocks(self, ordered_blocks: "Iterable[RequestBlocks | CopySource]") -> None:
@@ -102,12 +108,12 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class CopySource:
-    """A block that must stay until its copy is made."""
+    """Blocks that must stay until their copies are made."""
 
     pin: Pin
 
     def free(self) -> None:
-        """Release the block."""
+        """Release the blocks."""
         self.pin.release()
 
 
@@ -127,10 +133,13 @@ class Coordinator:
     tables: Tables
     enable_partial_hash_hits: bool = False
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, **_unused: Any) -> int:
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *, apply_admission_cap: bool = True, **_unused: Any
+    ) -> int:
         """Blocks that an admitted request still needs for `num_tokens` tokens."""
-        entry = self.tables.entries.get(request_id)
-        return max(self.tables.blocks_of(num_tokens) - (len(entry.blocks) if entry else 0), 0)
+        tables, entry = self.tables, self.tables.entries.get(request_id)
+        have = len(entry.blocks[0]) if entry else 0
+        return tables.num_missing(tables.blocks_of(num_tokens), have, capped=apply_admission_cap)
 
 
 @dataclass(slots=True)
@@ -147,14 +156,15 @@ class Load:
 
 
 class KVCacheManager:
-    """vLLM's `KVCacheManager` for one group of full attention.
+    """vLLM's `KVCacheManager` for groups of full attention and of sliding windows.
+
+    All groups have blocks of the same size, and share one pool.
 
     `classes` holds vLLM's classes of returned objects: `PrefixCacheStats`, `KVCacheBlockCopy`,
     `RequestStatus`, and those of the events.
     """
 
     mamba_shared_prefix_checkpoint = False
-    num_kv_cache_groups = 1
 
     def __init__(
         self,
@@ -163,6 +173,7 @@ class KVCacheManager:
         scheduler_block_size: int,
         *,
         classes: Any,
+        max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
         log_stats: bool = False,
         enable_kv_cache_events: bool = False,
@@ -177,18 +188,28 @@ class KVCacheManager:
         self.log_stats = log_stats
         self.prefix_cache_stats = classes.PrefixCacheStats() if log_stats else None
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
-        self.tables = Tables(
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        in_flight = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
+        self.num_kv_cache_groups = len(specs)
+        self.tables = tables = Tables(
             kv_cache_config.num_blocks,
             scheduler_block_size,
             caching=enable_caching,
             events=enable_kv_cache_events,
+            windows=[getattr(spec, "sliding_window", None) for spec in specs],
+            caps=[
+                spec.max_admission_blocks_per_request(in_flight, max_model_len)
+                if getattr(spec, "sliding_window", None)
+                else math.inf
+                for spec in specs
+            ],
         )
-        kv, self._entries = self.tables.kv, self.tables.entries
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        self.coordinator = Coordinator((Group(scheduler_block_size, spec),), self.tables)
-        self.block_pool = BlockPool(kv)
-        self._view = lambda block, is_cached: BlockView(block, is_cached, kv)
-        self.empty_kv_cache_blocks = Blocks([], self._view, 0)
+        self._entries = tables.entries
+        groups = tuple(Group(scheduler_block_size, spec) for spec in specs)
+        self.coordinator = Coordinator(groups, tables)
+        self.block_pool = BlockPool(tables)
+        self._view = lambda block, is_cached: BlockView(block, is_cached, tables)
+        self.empty_kv_cache_blocks = Blocks([[] for _ in specs], self._view, 0)
         self._loads: list[Load] = []
         self._classes = classes
         self._not_running = (classes.RequestStatus.WAITING, classes.RequestStatus.PREEMPTED)
@@ -215,8 +236,9 @@ class KVCacheManager:
         """Copies to make before the step, for prompts whose every token is cached; and their
         sources, which stay until `block_pool.free_blocks`."""
         copies = self.tables.take_copies()
-        pairs = [self._classes.KVCacheBlockCopy(source, target) for source, target, _ in copies]
-        return pairs, [CopySource(pin) for _, _, pin in copies]
+        copy = self._classes.KVCacheBlockCopy
+        pairs = [copy(source, target) for pairs, _ in copies for source, target in pairs]
+        return pairs, [CopySource(pin) for _, pin in copies]
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
         """For recurrent layers only: empty."""
@@ -234,11 +256,13 @@ class KVCacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         lookup = self.tables.look_up(request)
-        ids = lookup.blocks if lookup.source is None else [*lookup.blocks, lookup.source]
+        ids = lookup.blocks
+        if lookup.sources:
+            ids = [[*blocks, last] for blocks, last in zip(ids, lookup.sources, strict=True)]
         return self._cached(ids), lookup.hit, 0
 
-    def _cached(self, ids: list[int]) -> Blocks:
-        return Blocks(ids, self._view, len(ids)) if ids else self.empty_kv_cache_blocks
+    def _cached(self, ids: list[list[int]]) -> Blocks:
+        return Blocks(ids, self._view, len(ids[0])) if ids[0] else self.empty_kv_cache_blocks
 
     def allocate_slots(
         self,
@@ -263,6 +287,9 @@ class KVCacheManager:
         computed = request.num_computed_tokens + num_new_computed_tokens
         end = computed + num_external_computed_tokens + num_new_tokens
         entry = self._entries.get(request.request_id)
+        if entry is not None and self.tables.has_windows:
+            begin = min(computed + num_external_computed_tokens, self.max_model_len)
+            self.tables.process(entry, max(begin - request.num_in_flight_tokens, 0))
         if (
             entry is not None
             and end + num_lookahead_tokens <= entry.capacity
@@ -297,8 +324,8 @@ class KVCacheManager:
             return None
         if self._zeroed:
             loaded = tables.blocks_of(num_external_computed_tokens) if skip_zeroing_group_ids else 0
-            self._new_blocks.extend(new[loaded:])
-        return Blocks(new, self._view, 0) if new else self.empty_kv_cache_blocks
+            self._new_blocks.extend(block for blocks in new for block in blocks[loaded:])
+        return Blocks(new, self._view, 0) if new[0] else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Register the full blocks of a request. Their tokens are computed before others read.
@@ -341,30 +368,32 @@ class KVCacheManager:
         ended = [load for load in self._loads if load.step is step]
         if not ended:
             return
+        invalid = frozenset(invalid_blocks)
         self._loads = [load for load in self._loads if load.step is not step]
         for load in ended:
             if self._entries.get(load.request.request_id) is not load.entry:
                 continue  # preempted, or finished
-            blocks = load.entry.blocks
-            failed = (i for i in range(load.first, load.end) if blocks[i] in invalid_blocks)
+            rows = list(zip(*load.entry.blocks, strict=True))[: load.end]
+            failed = (i for i in range(load.first, load.end) if invalid.intersection(rows[i]))
             index = next(failed, None)
             filled = load.num_tokens if index is None else index * self.block_size
             self.tables.loaded(load.entry, load.request, filled)
 
     def get_computed_blocks_for_connector(self, request: Any) -> tuple[Blocks, int, int, bool]:
-        """The same as `get_computed_blocks`: layers of one group match the same."""
+        """The same as `get_computed_blocks`: all groups match the same."""
         return *self.get_computed_blocks(request), False
 
     def truncate_computed_blocks(self, blocks: Blocks, num_computed_tokens: int) -> Blocks:
         """The blocks of the first `num_computed_tokens` tokens of a look-up, which are full."""
-        return self._cached(blocks.ids[: num_computed_tokens // self.block_size])
+        end = num_computed_tokens // self.block_size
+        return self._cached([ids[:end] for ids in blocks.ids])
 
     def get_block_ids_for_computed_tokens(
         self, request_id: str, num_computed_tokens: int
     ) -> tuple[list[int], ...]:
         """The ids of a request's blocks with computed tokens."""
-        [ids] = self.get_block_ids(request_id)
-        return (ids[: self.tables.blocks_of(num_computed_tokens)],)
+        end = self.tables.blocks_of(num_computed_tokens)
+        return tuple(ids[:end] for ids in self.get_block_ids(request_id))
 
     def remove_skipped_blocks(
         self,
@@ -372,7 +401,10 @@ class KVCacheManager:
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """For layers with a window only: nothing to do."""
+        """Release the blocks that windows have passed after so many processed tokens."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self.tables.process(entry, processed_computed_tokens)
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[tuple[int, int, int]]:
         """For recurrent layers only: empty."""
@@ -382,15 +414,16 @@ class KVCacheManager:
         """Zero a request's blocks from `start_token` on: a failed load did not fill them."""
         entry = self._entries.get(request_id)
         if entry is not None and self._zeroed:
-            self._new_blocks.extend(entry.blocks[start_token // self.block_size :])
+            start = start_token // self.block_size
+            self._new_blocks.extend(block for blocks in entry.blocks for block in blocks[start:])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """vLLM's call after failed loads. `loads_ended` has not registered any of these blocks."""
-        nodes = memoryview(self.tables.kv.snapshot().nodes).cast("I")
-        if late := sorted(block for block in block_ids if nodes[block]):
+        nodes, offset = memoryview(self.tables.kv.snapshot().nodes).cast("I"), self.tables.offset
+        if late := sorted(block for block in block_ids if nodes[block - offset]):
             logger.error("Loads of blocks %s failed after their step: they stay cached", late)
 
-    def merged_tables(self, running: Iterable[Any]) -> dict[str, list[int]]:
+    def merged_tables(self, running: Iterable[Any]) -> dict[str, tuple[list[int], ...]]:
         """See `Tables.merged_tables`; not a method of vLLM."""
         return self.tables.merged_tables(running)
 
@@ -426,7 +459,7 @@ class KVCacheManager:
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Always 0: vLLM no longer uses it."""
-        return [0]
+        return [0] * self.num_kv_cache_groups
 
     # -- all of it ----------------------------------------------------------------------------
 

@@ -11,10 +11,15 @@ request can match them, and they belong to their request until vLLM frees it. Tr
 no block table, and it releases those that were not filled. vLLM needs the whole block table when a
 load starts, with a partial last block. It computes further tokens in the step of a synchronous
 load, and failed blocks in place. And two requests may load the same prefix.
+
+With several groups of layers, or a sliding window, each group has a table over the same pool
+(`Tables.windows`). Blocks are registered when a step is planned, and `Sequence.publish` releases
+those that a window has passed at once. The step itself still reads them, so pins hold them until it
+has ended (`RequestBlocks.guards`).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,14 +34,17 @@ NEVER = math.inf
 class RequestBlocks:
     """The blocks of a request.
 
-    `blocks` is the block table of the workers. `published` tokens are in registered blocks, `known`
-    tokens were passed to the sequence, `hit` tokens came from the cache. The blocks have slots for
-    `capacity` tokens, and the next block is registered at `next_publish` tokens: `NEVER` during a
-    load, and without `shares`. `loading` is true during an asynchronous load.
+    `blocks` are the block tables of the workers, one for each layer group. In that of a window, 0
+    stands for a block that it has passed; `passed` counts them. `published` tokens are in
+    registered blocks, `known` tokens were passed to the sequence, `hit` tokens came from the cache.
+    The blocks have slots for `capacity` tokens, and the next block is registered at `next_publish`
+    tokens: `NEVER` during a load, and without `shares`. `loading` is true during an asynchronous
+    load. The steps that compute the first `processed` tokens have ended. A guard `(end, pin)` holds
+    blocks that windows have passed at `end`, until that many tokens are processed.
     """
 
     sequence: Sequence
-    blocks: list[int]
+    blocks: list[list[int]]
     published: int
     known: int
     hit: int
@@ -44,13 +52,19 @@ class RequestBlocks:
     next_publish: float
     shares: bool
     loading: bool = False
+    processed: int = 0
+    guards: list[tuple[int, Pin]] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
     keepers: list[Sequence] = field(default_factory=list)
-    merges: list[tuple[int, int]] = field(default_factory=list)
+    merges: list[tuple[int, int, int]] = field(default_factory=list)
     merged_in_step: int = 0
 
     def free(self) -> None:
         """Release all blocks."""
         self.free_merged()
+        for _, pin in self.guards:
+            pin.release()
+        self.guards.clear()
         self.sequence.free()
 
     def free_merged(self) -> None:
@@ -64,17 +78,18 @@ class RequestBlocks:
 class Lookup:
     """The cached blocks of a request, held until it is admitted or the next look-up.
 
-    The sequence has the first `known` tokens. If all tokens are cached, `source` is the last block,
-    which must be copied, and `pin` pins it. Without `shares`, blocks are not registered either.
+    The sequence has the first `known` tokens, and `blocks` by layer group. If all tokens are
+    cached, `sources` are the last blocks, which must be copied, and `pin` pins them. Without
+    `shares`, blocks are not registered either.
     """
 
     request_id: str
     sequence: Sequence
     known: int
     hit: int
-    blocks: list[int]
+    blocks: list[list[int]]
     shares: bool
-    source: int | None = None
+    sources: list[int] = field(default_factory=list)
     pin: Pin | None = None
 
     def drop(self) -> None:
@@ -86,8 +101,9 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class RequiredBlocks:
-    """Required blocks: in all now (`slots`) and for the whole prompt (`whole`, or 0); and blocks
-    that must stay available: `spare` in any case, `reserved` for other requests."""
+    """Required blocks of each layer group: in all now (`slots`) and for the whole prompt (`whole`,
+    or 0); and blocks that must stay available: `spare` in any case, `reserved` for other requests.
+    """
 
     slots: int
     whole: int
@@ -98,30 +114,49 @@ class RequiredBlocks:
 class Tables:
     """The blocks of all requests, over one pool.
 
-    Block 0 is allocated at the start as vLLM's null block, so block ids are the same on both sides.
+    `windows` has an entry for each layer group: its window in tokens, or None for full attention.
+    `caps` has the most blocks that vLLM's admission expects a request to hold at once, by group.
+
+    Block 0 is vLLM's null block. With one group of full attention it is allocated at the start, so
+    block ids are the same on both sides. Otherwise vLLM's ids are higher by one (`offset`).
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, caching: bool, events: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool,
+        events: bool = False,
+        windows: Collection[int | None] = (None,),
+        caps: Collection[float] = (math.inf,),
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
+        self.windows, self.caps = tuple(windows), tuple(caps)
+        self.has_windows = any(windows)
+        self.offset = 0 if self.windows == (None,) else 1
+        spans = [self.blocks_of(window) for window in windows if window]
+        self._stride = min(spans, default=0) * block_size
         self.kv = BlockManager(
-            num_blocks,
+            num_blocks - self.offset,
             block_size,
+            groups=self.windows,
             prefix_caching=caching,
             partial_reuse=False,  # vLLM's runner does not execute `StepPlan.copies`
             events=events and caching,
         )
-        self._null = self.kv.sequence([0])
-        self._null.extend(1)
+        if not self.offset:
+            self._null = self.kv.sequence([0])
+            self._null.extend(1)
         self.entries: dict[str, RequestBlocks] = {}
         self.images = PseudoTokens(block_size)
         self.adapter_ids: dict[str, int] = {}
         self.events: EventWriter | None = None
         self._lookup: Lookup | None = None
         self._due: dict[str, tuple[RequestBlocks, Any, int]] = {}
-        self._copies: dict[str, tuple[int, int, Pin]] = {}
+        self._copies: dict[str, tuple[list[tuple[int, int]], Pin]] = {}
         self._merged: dict[str, RequestBlocks] = {}
         self._fresh: set[int] = set()
         self._step = 0
@@ -143,6 +178,16 @@ class Tables:
         """The number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def _ids(self, tables: list[list[int]]) -> list[list[int]]:
+        """vLLM's ids of our blocks. Our null block has the id after the last one."""
+        if not self.offset:
+            return tables
+        return [[(block + 1) % self.num_blocks for block in blocks] for blocks in tables]
+
+    def seq_refs(self, block: int) -> int:
+        """Requests that hold a block of vLLM's id."""
+        return self.kv.seq_refs(block - self.offset) if block else 0
+
     # -- look-up ------------------------------------------------------------------------------
 
     def look_up(self, request: Any) -> Lookup:
@@ -161,20 +206,28 @@ class Tables:
         size, tokens = self.block_size, request.num_tokens
         sequence, shares = self._sequence(request, tokens)
         hit = sequence.reuse_cached()
-        blocks = sequence.block_table if hit else []
-        if len(blocks) * size == hit:
+        blocks = self._blocks(sequence, hit)
+        if len(blocks[0]) * size == hit:
             return Lookup(request.request_id, sequence, tokens, hit, blocks, shares)
-        # Every token is cached. The last token is computed again, which writes to the last block,
-        # so that is copied: the sequence gets all tokens but the last.
-        *before, source = blocks
-        pin = None if source in self._fresh else sequence.pin()
+        # Every token is cached. The last token is computed again, which writes to the last blocks,
+        # so these are copied: the sequence gets all tokens but the last.
+        sources = [blocks_of_group[-1] for blocks_of_group in blocks]
+        pin = None if not self._fresh.isdisjoint(sources) else sequence.pin()
         sequence.free()
         sequence, shares = self._sequence(request, tokens - 1)
         cached = sequence.reuse_cached()
-        if pin is None:  # the block is not computed before this step has run
-            return Lookup(request.request_id, sequence, tokens - 1, cached, before, shares)
-        lookup = (request.request_id, sequence, tokens - 1, hit, before, shares)
-        return Lookup(*lookup, source, pin)
+        blocks = self._blocks(sequence, cached)
+        lookup = Lookup(request.request_id, sequence, tokens - 1, cached, blocks, shares)
+        if pin is not None and cached == hit // size * size:
+            lookup.hit, lookup.sources, lookup.pin = hit, sources, pin
+        elif pin is not None:  # an evicted block of a window is read by earlier tokens only
+            pin.release()
+        # Without a pin the block is not computed before this step has run.
+        return lookup
+
+    def _blocks(self, sequence: Sequence, num_cached: int) -> list[list[int]]:
+        """The block tables of a sequence with this many cached tokens."""
+        return self._ids(sequence.block_tables) if num_cached else [[] for _ in self.windows]
 
     def _sequence(self, request: Any, num_tokens: int) -> tuple[Sequence, bool]:
         """A sequence of the first tokens without blocks, and whether its blocks may be shared.
@@ -182,7 +235,8 @@ class Tables:
         They may not if they have no hash: without a cache, with embeddings instead of tokens, with
         no pseudo token left, or with an invalid token.
         """
-        if self.caching and num_tokens and request.prompt_embeds is None:
+        shares = self.caching or self.has_windows  # windows pass computed tokens
+        if shares and num_tokens and request.prompt_embeds is None:
             if request.lora_request:
                 adapter = request.lora_request
                 self.adapter_ids[adapter.lora_name] = adapter.adapter_id
@@ -200,17 +254,18 @@ class Tables:
 
     # -- slots --------------------------------------------------------------------------------
 
-    def grow(self, entry: RequestBlocks, required: RequiredBlocks) -> list[int] | None:
+    def grow(self, entry: RequestBlocks, required: RequiredBlocks) -> list[list[int]] | None:
         """Allocate further blocks of a request; None and no change if the pool is full."""
-        new = self._extend(entry.sequence, required, len(entry.blocks), entry.published)
-        if new:
-            entry.blocks += new
-            entry.capacity = len(entry.blocks) * self.block_size
+        new = self._extend(entry.sequence, required, len(entry.blocks[0]), entry.published)
+        if new and new[0]:
+            for blocks, new_blocks in zip(entry.blocks, new, strict=True):
+                blocks.extend(new_blocks)
+            entry.capacity = len(entry.blocks[0]) * self.block_size
         return new
 
     def admit(
         self, request: Any, hit: int, required: RequiredBlocks, known: int, *, loads: bool
-    ) -> list[int] | None:
+    ) -> list[list[int]] | None:
         """Allocate the first blocks of a request after its `hit` cached tokens.
 
         Returns None without a change if the pool is full. This step computes up to `known` tokens.
@@ -219,41 +274,52 @@ class Tables:
         if loads and hit % self.block_size:
             raise ValueError(f"a connector loads tokens after {hit}, inside a block")
         lookup = self._take_lookup(request, hit)
-        published = len(lookup.blocks) * self.block_size
-        new = self._extend(lookup.sequence, required, len(lookup.blocks), published)
+        published = len(lookup.blocks[0]) * self.block_size
+        new = self._extend(lookup.sequence, required, len(lookup.blocks[0]), published)
         if new is None:
             lookup.drop()
             return None
-        blocks = [*lookup.blocks, *new]
+        blocks = [cached + added for cached, added in zip(lookup.blocks, new, strict=True)]
         entry = self.entries[request.request_id] = RequestBlocks(
             sequence=lookup.sequence,
             blocks=blocks,
             published=published,
             known=lookup.known,
             hit=hit,
-            capacity=len(blocks) * self.block_size,
+            capacity=len(blocks[0]) * self.block_size,
             next_publish=published + self.block_size if lookup.shares and not loads else NEVER,
             shares=lookup.shares,
+            processed=hit,
+            passed=[0] * len(blocks),
         )
-        if lookup.source is not None and lookup.pin is not None:
+        if lookup.pin is not None:
             # The last block is registered already; the copy exists before the source is released.
-            self._copies[request.request_id] = (lookup.source, new[0], lookup.pin)
+            targets = [blocks_of_group[0] for blocks_of_group in new]
+            pairs = list(zip(lookup.sources, targets, strict=True))
+            self._copies[request.request_id] = (pairs, lookup.pin)
         elif known >= entry.next_publish:
             self._publish(entry, request, known)
         return new
 
     def _extend(
         self, sequence: Sequence, required: RequiredBlocks, have: int, published: int
-    ) -> list[int] | None:
+    ) -> list[list[int]] | None:
         new = max(required.slots - have, 0)
         if required.whole or required.spare or required.reserved:
             available = self.kv.usage().available - required.spare
-            if max(required.whole - have, 0) > available or new > available - required.reserved:
+            whole = self.num_missing(required.whole, have, capped=True)
+            if whole > available or new * len(self.windows) > available - required.reserved:
                 return None
         if new == 0:
-            return []
+            return [[] for _ in self.windows]
         answer = sequence.extend(required.slots * self.block_size - published)
-        return answer.blocks[0] if isinstance(answer, Extended) else None
+        return self._ids(answer.blocks) if isinstance(answer, Extended) else None
+
+    def num_missing(self, blocks: int, have: int, *, capped: bool) -> int:
+        """Blocks that a request with `have` blocks in each layer group needs for `blocks`."""
+        if not capped:
+            return max(blocks - have, 0) * len(self.windows)
+        return sum(int(max(min(blocks, cap) - have, 0)) for cap in self.caps)
 
     def _take_lookup(self, request: Any, hit: int) -> Lookup:
         """The last look-up if it was for this request, else a new one."""
@@ -268,7 +334,7 @@ class Tables:
             tokens = min(hit + 1, request.num_tokens) if hit else request.num_tokens
             sequence, shares = self._sequence(request, tokens)
             cached = sequence.reuse_cached() if hit else 0
-            blocks = sequence.block_table if cached else []
+            blocks = self._blocks(sequence, cached)
             lookup = Lookup(request.request_id, sequence, tokens, cached, blocks, shares)
         if lookup.hit != hit:
             lookup.drop()
@@ -310,13 +376,17 @@ class Tables:
     ) -> None:
         """Register blocks that are `filled` already, or that the open step computes."""
         end = num_tokens // self.block_size * self.block_size
-        if end <= entry.published:
+        if end <= entry.published or not self.caching:
             return
+        if len(self.windows) > 1 and len(self.entries) > 1:
+            end = min(end, entry.published + self._most_to_publish() * self.block_size)
+            if end == entry.published:
+                return  # later
         if self.events is not None:
             self.events.collect(self.kv.take_events())
         try:
             tokens = self._tokens(request, entry.known, end) if end > entry.known else None
-            remappings = entry.sequence.publish(end - entry.published, tokens)
+            remappings = self._register(entry, end, tokens)
         except (OverflowError, TokenError):
             entry.next_publish = NEVER
             return
@@ -324,11 +394,73 @@ class Tables:
             self.events.collect(self.kv.take_events(), request.session_id)
         if self._in_step and not filled:
             first, last = entry.published // self.block_size, end // self.block_size
-            self._fresh.update(entry.blocks[first:last])
+            for blocks in entry.blocks:
+                self._fresh.update(blocks[first:last])
         entry.published, entry.known = end, max(entry.known, end)
         entry.next_publish = end + self.block_size
         if remappings:
             self._keep(request.request_id, entry, remappings)
+
+    def _most_to_publish(self) -> int:
+        """Logical blocks to publish at once such that `_keep` finds every block that is merged.
+
+        `_keep` allocates a block of each group at a time, so it cannot reach the last blocks of the
+        queue. For each logical block, publishing moves at most a block of each group to its front.
+        """
+        groups = len(self.windows)
+        return max(self.kv.usage().available - groups + 1, 0) // groups
+
+    # -- windows ------------------------------------------------------------------------------
+
+    def _register(
+        self, entry: RequestBlocks, end: int, tokens: list[int] | None
+    ) -> list[Remapping]:
+        """Publish the tokens up to `end`, and guard what windows pass and the step still reads.
+
+        A pin holds the blocks of a sequence that its windows read next. So the tokens are published
+        in pieces of the smallest window, with a pin before each.
+        """
+        if not self.has_windows:
+            return entry.sequence.publish(end - entry.published, tokens)
+        remappings: list[Remapping] = []
+        for start in range(entry.published, end, self._stride):
+            stop = min(start + self._stride, end)
+            if start and self._passes(stop, entry.processed):
+                entry.guards.append((end, entry.sequence.pin()))
+            remappings += entry.sequence.publish(stop - start, tokens)
+            tokens = None
+        return remappings
+
+    def _passes(self, published: int, processed: int) -> bool:
+        """True if publishing releases blocks that a token after the `processed` ones reads."""
+        return any(
+            published // self.block_size - self.blocks_of(window)
+            > max(processed + 1 - window, 0) // self.block_size
+            for window in self.windows
+            if window
+        )
+
+    def process(self, entry: RequestBlocks, num_tokens: int) -> None:
+        """The steps that compute the first `num_tokens` tokens of a request have ended: release
+        what its windows have passed. Does nothing without windows."""
+        if not self.has_windows:
+            return
+        entry.processed, size = num_tokens, self.block_size
+        full = num_tokens // size * size
+        if not self.caching and entry.shares and full > entry.published:
+            entry.sequence.publish(full - entry.published, [0] * max(full - entry.known, 0))
+            entry.published, entry.known = full, max(entry.known, full)
+            entry.next_publish = full + size
+        while entry.guards and entry.guards[0][0] <= num_tokens:
+            entry.guards.pop(0)[1].release()
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            released = entry.published // size - self.blocks_of(window)
+            passed = min(max(num_tokens + 1 - window, 0) // size, released)
+            for index in range(entry.passed[group], passed):
+                entry.blocks[group][index] = 0
+            entry.passed[group] = max(entry.passed[group], passed)
 
     # -- merges and copies --------------------------------------------------------------------
 
@@ -344,36 +476,40 @@ class Tables:
             answer = sequence.extend(1)
             if not isinstance(answer, Extended):
                 raise RuntimeError(f"merged blocks {sorted(missing)} of {request_id} are lost")
-            [block] = answer.blocks[0]
-            (entry.keepers if block in missing else unrelated).append(sequence)
-            missing.discard(block)
+            blocks = {block for [block] in answer.blocks}
+            (unrelated if blocks.isdisjoint(missing) else entry.keepers).append(sequence)
+            missing -= blocks
         for sequence in reversed(unrelated):
             sequence.free()
-        entry.merges += [(redirect.index, redirect.new_block) for redirect in redirects]
+        entry.merges += [
+            (redirect.group, redirect.index, redirect.new_block + self.offset)
+            for redirect in redirects
+        ]
         entry.merged_in_step = self._step
         self._merged[request_id] = entry
 
-    def merged_tables(self, running: Iterable[Any]) -> dict[str, list[int]]:
+    def merged_tables(self, running: Iterable[Any]) -> dict[str, tuple[list[int], ...]]:
         """New block tables of running requests with merged blocks; releases the merged blocks.
 
         Call it with the step's blocks, if the workers replace a request's table before they run the
         step. Merges of the current step follow in the next one, as their KV is not computed yet.
         """
-        tables: dict[str, list[int]] = {}
+        tables: dict[str, tuple[list[int], ...]] = {}
         for request in running if self._merged else ():
             entry = self._merged.get(request.request_id)
             if entry is None or entry.merged_in_step == self._step:
                 continue
-            for index, block in entry.merges:
-                entry.blocks[index] = block
+            for group, index, block in entry.merges:
+                if index >= entry.passed[group]:
+                    entry.blocks[group][index] = block
             entry.free_merged()
             entry.merges.clear()
             del self._merged[request.request_id]
-            tables[request.request_id] = entry.blocks.copy()
+            tables[request.request_id] = tuple(blocks.copy() for blocks in entry.blocks)
         return tables
 
-    def take_copies(self) -> list[tuple[int, int, Pin]]:
-        """Triples (source, copy, pin of the source) of blocks to copy before the step."""
+    def take_copies(self) -> list[tuple[list[tuple[int, int]], Pin]]:
+        """Pairs (source, copy) of blocks to copy before the step, and a pin of the sources."""
         copies = list(self._copies.values())
         self._copies.clear()
         return copies
@@ -388,14 +524,14 @@ class Tables:
         self._merged.pop(request_id, None)
         copy = self._copies.pop(request_id, None)
         if copy is not None:
-            copy[2].release()
+            copy[1].release()
         return self.entries.pop(request_id, None)
 
     def clear(self) -> int:
         """Evict all cached blocks, if no request holds any. Returns the number of held blocks."""
         self.drop_lookup()
         usage = self.kv.usage()
-        used = usage.active + usage.pinned - 1
+        used = usage.active + usage.pinned - (0 if self.offset else 1)
         if used == 0:
             self.kv.evict_all()
             self.images.clear()

@@ -8,7 +8,8 @@ One key and one value tensor per layer of a layer group (`layer_groups`)::
      the blocks that the manager allocates, by id
 
 A *slot* is a position in this layout seen flat: `block * block_size + offset`. Layers of different
-groups share tensors, never blocks: each reads and writes by the block table of its group.
+groups share tensors, never blocks: each reads and writes by the block table of its group. A tensor
+whose blocks have several smaller layers is seen by them with as many times the blocks.
 """
 
 import math
@@ -17,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
-from pyengine.kv_cache.layer_groups import LayerGroups
+from pyengine.kv_cache.layer_groups import LayerGroups, Size
 from pyengine.kv_cache.memory import in_gib, populate
 from pyengine.kv_cache.pool_memory import PoolMemory
 from pyengine.kv_cache.snapshots import Snapshots
@@ -62,6 +63,16 @@ class KVCacheSpec:
         """The same without scales: layers that differ in those alone can share a tensor."""
         return replace(self, scale_k=1.0, scale_v=1.0)
 
+    def times(self, parts: int) -> "KVCacheSpec":
+        """The spec of so many such layers side by side: as many times the KV heads."""
+        return replace(self, num_kv_heads=self.num_kv_heads * parts)
+
+    @property
+    def token_bytes(self) -> Size:
+        """Bytes of a token's key, and of its value."""
+        size = self.num_kv_heads * itemsize(self.dtype)
+        return size * self.width_k, size * self.width_v
+
     @property
     def width_k(self) -> int:
         """Elements that a key takes, with its scale."""
@@ -78,8 +89,7 @@ class KVCacheSpec:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of this layer's keys and values for one block of `block_size` tokens."""
-        elements = self.num_kv_heads * (self.width_k + self.width_v)
-        return block_size * elements * itemsize(self.dtype)
+        return block_size * sum(self.token_bytes)
 
 
 def resolve_kv_cache_dtype(name: str, model_dtype: DType) -> DType:
@@ -103,6 +113,26 @@ def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
     return sum(spec.bytes_per_block(block_size) for spec in specs)
 
 
+def tensor_specs(specs: Sequence[KVCacheSpec], groups: LayerGroups) -> list[KVCacheSpec]:
+    """The spec of each of the pool's tensors, from those of all layers.
+
+    Raises `ConfigurationError` if layers that are to share a tensor fill it differently.
+    """
+    sides = [
+        spec.unscaled.times(location.parts)
+        for spec, location in zip(specs, groups.locations, strict=True)
+    ]
+    owners = groups.owners
+    for layer, (side, location) in enumerate(zip(sides, groups.locations, strict=True)):
+        owner = owners[location.index]
+        filled = (side.dtype, side.token_bytes)
+        if filled != (sides[owner].dtype, sides[owner].token_bytes):
+            raise ConfigurationError(
+                f"layers {owner} and {layer} cannot share a KV tensor: {sides[owner]} is not {side}"
+            )
+    return [sides[owner] for owner in owners]
+
+
 class KVPool:
     """The KV tensors of every layer.
 
@@ -110,11 +140,14 @@ class KVPool:
     same with `head_dim_v`, in the dtype of the layer's spec, on `device`. On the CPU they are views
     of `arrays[layer]`, which need no torch. In int8 the last dimension holds the scale too
     (`KVCacheSpec.width_k`). Layers that share a tensor (`groups`; by default none do) have it under
-    both numbers. Tensors start as zeros, and values stay finite (`write`): a masked value has no
-    effect only while it is.
+    both numbers; one with `parts` of it sees `(num_blocks + 1) * parts` blocks. Tensors start as
+    zeros, and values stay finite (`write`): a masked value has no effect only while it is.
+
+    `tables` are those that the layers read and `layer_tables[layer]` is the number of a layer's
+    (`LayerGroups`).
 
     Raises `ConfigurationError` if the memory cannot be allocated, or if layers that share a tensor
-    differ in their specs.
+    fill it differently.
     """
 
     def __init__(
@@ -134,10 +167,11 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self._tensor_specs = self.groups.tensor_shapes([spec.unscaled for spec in self.specs])
-        tensor_specs = self._tensor_specs
-        shapes = [((block_size, s.num_kv_heads, s.width_k), s.dtype) for s in tensor_specs]
-        shapes += [((block_size, s.num_kv_heads, s.width_v), s.dtype) for s in tensor_specs]
+        self.tables = self.groups.tables
+        self.layer_tables = self.groups.layer_tables
+        self._tensor_specs = sides = tensor_specs(self.specs, self.groups)
+        shapes = [((block_size, s.num_kv_heads, s.width_k), s.dtype) for s in sides]
+        shapes += [((block_size, s.num_kv_heads, s.width_v), s.dtype) for s in sides]
         try:
             self._memory = PoolMemory(shapes, num_blocks + 1, device)
         except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
@@ -153,20 +187,35 @@ class KVPool:
     @property
     def arrays(self) -> list[tuple[Rows, Rows]]:
         """Keys and values of each layer in the host's memory; for the CPU."""
-        arrays, count = self._memory.arrays, len(self._tensor_specs)
-        locations = self.groups.locations
-        return [(arrays[location.index], arrays[count + location.index]) for location in locations]
+        keys, values = self._layer_views(self._memory.arrays)
+        return list(zip(keys, values, strict=True))
 
     @cached_property
     def keys(self) -> "list[torch.Tensor]":
         """The keys of each layer, for torch."""
-        return [self._memory.tensors[location.index] for location in self.groups.locations]
+        return self._layer_views(self._memory.tensors)[0]
 
     @cached_property
     def values(self) -> "list[torch.Tensor]":
         """The values of each layer, for torch."""
+        return self._layer_views(self._memory.tensors)[1]
+
+    def _layer_views(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Keys and values of each layer, in the layer's shape."""
+        keys: list[Any] = []
+        values: list[Any] = []
         count = len(self._tensor_specs)
-        return [self._memory.tensors[count + location.index] for location in self.groups.locations]
+        for spec, location in zip(self.specs, self.groups.locations, strict=True):
+            heads = spec.num_kv_heads
+            for views, index, width in (
+                (keys, location.index, spec.width_k),
+                (values, count + location.index, spec.width_v),
+            ):
+                tensor = tensors[index]
+                if tensor.shape[2:] != (heads, width):
+                    tensor = tensor.reshape(-1, self.block_size, heads, width)
+                views.append(tensor)
+        return keys, values
 
     @property
     def num_bytes(self) -> int:
@@ -174,9 +223,9 @@ class KVPool:
         return (self.num_blocks + 1) * bytes_per_block(self._tensor_specs, self.block_size)
 
     @property
-    def null_slot(self) -> int:
-        """First slot of the null block, for rows without a slot."""
-        return self.num_blocks * self.block_size
+    def null_blocks(self) -> list[int]:
+        """The null block in each of `tables`."""
+        return [self.num_blocks * table.parts + table.part for table in self.tables]
 
     def block_memory(self) -> BlockMemory:
         """The memory of each block, for a store to read and write."""
@@ -241,18 +290,27 @@ class KVPool:
     def differences(self, blocks: Sequence[int], peers: Sequence[int], group: int) -> list[float]:
         """The difference of each block's KV from that of its peer, in one layer group.
 
-        The largest of all tensors, relative to the norm of the first block; 0 only for equal
+        The largest of all layers, relative to the norm of the first block; 0 only for equal
         numbers, NaN if one has a NaN.
         """
-        worst = np.zeros(len(blocks), np.float32)
-        for index in self._tensors_of(group):
-            dtype = self._tensor_specs[index % len(self._tensor_specs)].dtype
-            kv, other = (
-                _numbers(self._memory.rows_of(index, ids), dtype).reshape(len(blocks), -1)
-                for ids in (blocks, peers)
-            )
-            scale = np.maximum(np.linalg.norm(kv, axis=1), np.finfo(np.float32).tiny)
-            worst = np.maximum(worst, np.linalg.norm(kv - other, axis=1) / scale)
+        worst, count = np.zeros(len(blocks), np.float32), len(self._tensor_specs)
+        for spec, location in zip(self.specs, self.groups.locations, strict=True):
+            if location.group != group:
+                continue
+            for index, width in (
+                (location.index, spec.width_k),
+                (count + location.index, spec.width_v),
+            ):
+                shape = (len(blocks), location.parts, self.block_size, spec.num_kv_heads, width)
+                kv, other = (
+                    _numbers(
+                        self._memory.rows_of(index, ids).reshape(shape)[:, location.part],
+                        spec.dtype,
+                    ).reshape(len(blocks), -1)
+                    for ids in (blocks, peers)
+                )
+                scale = np.maximum(np.linalg.norm(kv, axis=1), np.finfo(np.float32).tiny)
+                worst = np.maximum(worst, np.linalg.norm(kv - other, axis=1) / scale)
         return [float(error) for error in worst]
 
     def write(
@@ -261,7 +319,7 @@ class KVPool:
         """Write one row per token.
 
         `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots` int64
-        `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes them
+        `[T]` of slots in `0 .. len(keys[layer]) * block_size`. A pool of 8-bit floats takes them
         divided by the scales of the layer's spec, clamped to the largest number of the type.
 
         Values are always finite in the pool: attention multiplies a masked value by zero, and zero

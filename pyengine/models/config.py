@@ -11,6 +11,7 @@ from pyengine.models.checkpoint_files import WeightHeaders, check_weights
 from pyengine.models.gguf_file import GGUFFile
 from pyengine.models.gguf_keys import HeaderKeys
 from pyengine.models.transformers_calls import load_errors, read_json, remote_code, required_code
+from pyengine.models.unsupported import missing
 from pyengine.sampling_params import SamplingParams
 
 _PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -128,7 +129,7 @@ def _refuse_unpageable(config: Any, folder: Path) -> None:
     if unsupported:
         raise ModelLoadError(
             f"the model in {folder} ({config.model_type}) has layers of type "
-            f"{', '.join(unsupported)}; supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
+            f"{', '.join(unsupported)}; pyengine has no {missing(text.model_type, unsupported)}"
         )
 
 

@@ -28,6 +28,7 @@ from pyengine.models.placement import DtypeChoice, check_dummy_memory, choose_dt
 from pyengine.models.source import ModelSource
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_object
+from pyengine.models.unsupported import missing
 from pyengine.utils.devices import Device, for_torch
 from pyengine.utils.dtypes import itemsize, torch_dtype
 
@@ -409,8 +410,7 @@ def refuse_unpageable(model: Any, folder: Path) -> None:
     name = f"{type(model).__name__} ({folder})"
     if getattr(model, "_is_stateful", False):
         raise ModelLoadError(
-            f"{name} keeps a recurrent state, which a paged KV cache does not hold: "
-            "this model is not supported"
+            f"{name} keeps a recurrent state; pyengine has no {missing(model.config.model_type)}"
         )
     looking_ahead = [
         layer

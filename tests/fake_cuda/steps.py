@@ -166,7 +166,8 @@ class Machine:
             KVCacheSpec(each.kv_heads, each.head_dim_k, each.head_dim_v, needs.cache_dtype)
             for each in layers
         ]
-        self.groups = choose_layer_groups([each.window for each in layers], specs, LONGEST)
+        windows = [each.window for each in layers]
+        self.groups = choose_layer_groups(windows, [each.token_bytes for each in specs], LONGEST)
         size = choice.block_size
         slots = StatePool(states, _SEQUENCES, DEVICE) if states else None
         blocks = 64 * 64 // size

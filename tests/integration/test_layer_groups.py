@@ -7,6 +7,7 @@ beginning; they come in chunks, in samples, and again.
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -18,8 +19,46 @@ from tests.support.soak import soak_cases
 
 LONGEST = 320
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
-MODELS: dict[str, tuple[dict[str, Any], str]] = {
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def gemma4(layer_types: list[str], **settings: Any) -> tuple[str, dict[str, Any]]:
+    """Layers of two sizes; those that slide have heads of 8."""
+    return "gemma4_text", {
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
+        "head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 24,
+        **settings,
+    }
+
+
+def _keys_alone(**settings: Any) -> dict[str, Any]:
+    """Full layers with KV heads of their own number."""
+    return {"attention_k_eq_v": True, "num_global_key_value_heads": 1, **settings}
+
+
+GEMMA4 = {  # by the bytes of a token in a full layer, relative to one that slides
+    "twice": gemma4(
+        [*[_SLIDING] * 3, _FULL] * 2,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=97,
+    ),
+    "half": gemma4(
+        [*[_SLIDING] * 3, _FULL] * 3,
+        **_keys_alone(global_head_dim=16),
+        num_key_value_heads=4,
+    ),
+    "equal": gemma4([*[_SLIDING] * 2, _FULL] * 2, **_keys_alone(global_head_dim=16)),
+    "three halves": gemma4([*[_SLIDING] * 3, _FULL] * 2, **_keys_alone(global_head_dim=24)),
+    "uneven": gemma4([*[_SLIDING] * 3, _FULL], **_keys_alone(global_head_dim=26)),
+}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3_text": (
+        "gemma3_text",
         {
             "num_hidden_layers": 12,
             "head_dim": 16,
@@ -29,6 +68,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "6 groups of 2 layers: 2 full, 10 of window 24",
     ),
     "gpt_oss": (
+        "gpt_oss",
         {
             "num_hidden_layers": 4,
             "head_dim": 16,
@@ -39,8 +79,16 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         "2 groups of 2 layers: 2 full, 2 of window 16",
     ),
     "mistral": (
+        "mistral",
         {"num_hidden_layers": 2, "sliding_window": 32},
         "1 group of 2 layers: 2 of window 32",
+    ),
+    "gemma4-twice": (*GEMMA4["twice"], "4 groups of 1 tensor: 1 full, 5 of window 24"),
+    "gemma4-half": (*GEMMA4["half"], "10 groups of 2 tensors: 3 full, 9 of window 24"),
+    "gemma4-equal": (*GEMMA4["equal"], "3 groups of 2 layers: 2 full, 4 of window 24"),
+    "gemma4-three halves": (
+        *GEMMA4["three halves"],
+        "3 groups of 1 tensor: 2 full, 6 of window 24",
     ),
 }
 
@@ -55,9 +103,9 @@ class Model:
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    settings, said = MODELS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    save_random(folder, request.param, **{**SMALL, **settings})
+    family, settings, said = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(family)
+    save_random(folder, family, **{**SMALL, **settings})
     window = settings["sliding_window"]
     num_sliding = int(said.split()[0]) - ("full" in said)
     windows = (None,) * ("full" in said) + (window,) * num_sliding
@@ -173,3 +221,94 @@ def test_samples_of_one_prompt(model: Model) -> None:
     assert_the_references(model, [output], 60)
     assert len({tuple(each_output.token_ids) for each_output in output.outputs}) == 1
     assert engine.llm.stats().counters["copied_blocks"] > 0
+
+
+UNEQUAL = ["twice", "half", "equal", "three halves"]
+
+
+def saved(folder: Path, name: str) -> Path:
+    family, settings = GEMMA4[name]
+    return save_random(folder, family, **{**SMALL, **settings})
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("backend", ["gather", "flex"])
+def test_unequal_layers_by_the_backends_of_torch(name: str, backend: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": 4,
+        "num_blocks": 900,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+    }
+    found = []
+    for attention_backend in ("auto", backend):
+        llm = LLM(saved(tmp_path, name), attention_backend=attention_backend, **settings)
+        outputs = llm.generate(prompts(), greedy(16), use_tqdm=False)
+        found.append(tokens_of(outputs))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_unequal_layers_in_int8(name: str, tmp_path: Path) -> None:
+    """Tokens of a cache in int8 are those of one block table, where a block has one layout."""
+    found = []
+    for layer_groups in (True, False):
+        llm = LLM(
+            saved(tmp_path, name),
+            device="cpu",
+            kv_cache_dtype="int8",
+            layer_groups=layer_groups,
+            block_size=4,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+        )
+        assert str(llm.describe()["layer_groups"]).startswith("1 group") != layer_groups
+        found.append(
+            [tokens_of(llm.generate(prompts(), greedy(60), use_tqdm=False)) for _ in range(2)]
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["twice", "half"])
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_a_folder_restores_unequal_layers(name: str, dtype: str, tmp_path: Path) -> None:
+    """And hits are verified: their blocks have the KV that is computed again."""
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "block_size": 4,
+        "kv_cache_dtype": dtype,
+        "linear_backend": "pyengine",
+        "kv_cache_dir": tmp_path / "kv",
+        "verify_cache_hits": 1.0,
+    }
+    prompt, found = prompts()[0], []
+    for restored in (0, 80):
+        with LLM(saved(tmp_path / "model", name), **settings) as llm:
+            for _ in range(2):
+                (output,) = llm.generate([prompt], greedy(40), use_tqdm=False)
+                found.append(output.outputs[0].token_ids)
+                assert restored == 0 or output.num_cached_tokens >= restored
+            deadline = monotonic() + 60
+            while (verified := llm.stats().verification)["verified_hits"] < 1:
+                assert monotonic() < deadline, verified
+                sleep(0.01)
+            assert verified["different_blocks"] == 0
+            assert restored or verified["verified_blocks"] > 0
+            assert llm._offloader is not None and llm._offloader.flush(60)
+            assert llm.stats().store["restored_tokens"] >= restored
+    assert found == [found[0]] * 4
+
+
+def test_layers_of_uneven_sizes_stay_in_one_group(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "uneven")
+    reference = Reference(folder, attention="eager", stop="at_length")
+    model = Model(folder, reference, "1 group of 4 layers: 4 full", (None,))
+    engine = Watched(model)
+    assert str(engine.llm.describe()["layer_groups"]) == model.said
+    assert_the_references(model, engine.generate(prompts(), greedy(60)), 60)

@@ -282,7 +282,7 @@ def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
     [
         ({"speculation": "ngram"}, "speculation='ngram': .* keep a state"),
         ({"speculation": "suffix"}, "speculation='suffix': .* keep a state"),
-        ({"kv_cache_dir": "kv"}, "kv_cache_dir, .* keep a state"),
+        ({"kv_cache_host_memory": 1 << 30}, "keep a state|is for GPUs"),
         ({"compile": True}, "compile=True: .* keep a state"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* keep a state"),
     ],

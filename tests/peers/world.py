@@ -1,8 +1,9 @@
 """vLLM's real Scheduler with a stub model, whose KV cache is simulated and checks every read.
 
-A slot holds a number that stands for all tokens up to its position, in their namespace. A step
-writes what it computes and then reads, for every request, all positions up to the last: what is
-there must be what its own tokens give. The next token follows from it.
+A slot holds a number that stands for all tokens up to its position, in their namespace and their
+group of layers. A step writes what it computes and then reads, for every request, all positions up
+to the last, or those in the window of a group: what is there must be what its own tokens give. The
+next token follows from it.
 """
 
 import importlib
@@ -28,12 +29,18 @@ def link(before: int, token: int) -> int:
 
 @dataclass
 class State:
-    """A request as the worker knows it. `chain[p]` stands for its tokens up to position p."""
+    """A request as the worker knows it, with a block table for each group of layers. `chain[p]`
+    stands for its tokens up to position p."""
 
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]
     root: int
     chain: np.ndarray
+
+    @property
+    def table(self) -> list[int]:
+        """The table of the first group."""
+        return self.tables[0]
 
     def link_up_to(self, start: int, tokens: list[int], end: int) -> None:
         """Compute `chain[start:end]` for these tokens."""
@@ -46,8 +53,15 @@ class State:
 class Worker:
     """Executes steps in the order in which they were scheduled, as a device does."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocabulary: int = 50) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocabulary: int = 50,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.vocabulary = vocabulary
         self.kv = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.states: dict[str, State] = {}
@@ -74,9 +88,10 @@ class Worker:
             if end > len(tokens):
                 raise AssertionError(f"{request_id}: {end} tokens computed, {len(tokens)} known")
             state.link_up_to(start, tokens, end)
-            slots = self._slots(state, start, end)
             is_bad = not self.invalid.isdisjoint(state.table)
-            self.kv.reshape(-1)[slots] = BAD if is_bad else state.chain[start:end]
+            for group, table in enumerate(state.tables):
+                slots = self._slots(table, start, end)
+                self.kv.reshape(-1)[slots] = BAD if is_bad else state.chain[start:end] ^ group
             inputs[request_id] = (start, end, drafts)
         sampled = [self._read(request_id, *inputs[request_id]) for request_id in inputs]
         outputs = importlib.import_module("vllm.v1.outputs")
@@ -94,7 +109,8 @@ class Worker:
         for new in step.scheduled_new_reqs:
             tokens = list(new.prompt_token_ids)
             root = self.roots.get(new.req_id, 0)
-            state = State(tokens, list(new.block_ids[0]), root, np.zeros(2048, np.int64))
+            tables = [list(ids) for ids in new.block_ids]
+            state = State(tokens, tables, root, np.zeros(2048, np.int64))
             state.link_up_to(0, tokens, len(tokens))
             self.states[new.req_id] = state
             starts[new.req_id] = new.num_computed_tokens
@@ -102,29 +118,33 @@ class Worker:
         for index, request_id in enumerate(cached.req_ids):
             state, blocks = self.states[request_id], cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                state.table = list(blocks[0])
+                state.tables = [list(ids) for ids in blocks]
             elif blocks is not None:
-                state.table.extend(blocks[0])
+                for table, ids in zip(state.tables, blocks, strict=True):
+                    table.extend(ids)
             if request_id in cached.all_token_ids:
                 state.tokens = list(cached.all_token_ids[request_id])
                 state.link_up_to(0, state.tokens, len(state.tokens))
             starts[request_id] = cached.num_computed_tokens[index]
         return starts
 
-    def _slots(self, state: State, start: int, end: int) -> np.ndarray:
+    def _slots(self, table: list[int], start: int, end: int) -> np.ndarray:
         positions = np.arange(start, end)
-        table = np.array(state.table, np.int64)
-        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+        blocks = np.array(table, np.int64)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def _read(self, request_id: str, start: int, end: int, drafts: list[int]) -> list[int]:
         state = self.states[request_id]
         if not self.invalid.isdisjoint(state.table):
             return [0] if end >= len(state.tokens) else []
-        found = self.kv.reshape(-1)[self._slots(state, 0, end)]
-        self.reads += end
-        wrong = np.flatnonzero(found != state.chain[:end])
-        if wrong.size:
-            self.wrong.append(f"{request_id}: position {wrong[0]} of {end}, computed from {start}")
+        for group, (table, window) in enumerate(zip(state.tables, self.windows, strict=True)):
+            first = max(start + 1 - window, 0) if window else 0
+            found = self.kv.reshape(-1)[self._slots(table, first, end)]
+            self.reads += end - first
+            wrong = np.flatnonzero(found != state.chain[first:end] ^ group)
+            if wrong.size:
+                at = first + wrong[0]
+                self.wrong.append(f"{request_id}: position {at} of {end}, computed from {start}")
         known = len(state.tokens)
         if end < known:
             return []  # a chunk
@@ -155,6 +175,7 @@ class Settings:
     events: bool = False
     own: Any = None
     runner: str = "auto"
+    windows: tuple[int | None, ...] = (None,)
     adjust: Callable[[Any, Any], None] = lambda config, cache: None
     """Called with the configurations of the engine and of its KV cache."""
 
@@ -188,7 +209,12 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.structured_output import StructuredOutputManager
 
     model = folder / models.LONG
@@ -231,11 +257,17 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         speculative_config=drafts,
         kv_events_config=events if settings.events else None,
     )
-    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    heads = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [
+        SlidingWindowSpec(sliding_window=window, **heads) if window else FullAttentionSpec(**heads)
+        for window in settings.windows
+    ]
     cache = KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)
+        ],
     )
     config.scheduler_config.async_scheduling = settings.overlapping  # which the CPU turns off
     config.cache_config.num_gpu_blocks = settings.num_blocks
@@ -299,7 +331,7 @@ class World:
         self.settings = settings
         self.scheduler = make_scheduler(settings, folder)
         self.manager = self.scheduler.kv_cache_manager
-        self.worker = Worker(settings.num_blocks, settings.block_size)
+        self.worker = Worker(settings.num_blocks, settings.block_size, windows=settings.windows)
         self.hasher = hasher(settings.block_size, settings.ours)
         self.outputs: dict[str, list[int]] = {}
         self.hits: dict[str, list[int]] = {}

@@ -71,6 +71,20 @@ class MLAAttentionSpec(FullAttentionSpec):
     pass
 
 
+@dataclass
+class SlidingWindowSpec:
+    block_size: int = 4
+    sliding_window: int = 8
+    extra_retained_tokens: int = 0
+    prefix_replay_tokens: int = 0
+
+    def max_admission_blocks_per_request(
+        self, max_in_flight_tokens: int, max_model_len: int
+    ) -> int:
+        tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
+        return -(-tokens // self.block_size) + 1
+
+
 class MambaSpec(FullAttentionSpec):
     pass
 
@@ -113,6 +127,7 @@ CLASSES = SimpleNamespace(
     AllBlocksCleared=AllBlocksCleared,
     FullAttentionSpec=FullAttentionSpec,
     MLAAttentionSpec=MLAAttentionSpec,
+    SlidingWindowSpec=SlidingWindowSpec,
 )
 
 
@@ -129,6 +144,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     num_preemptions: int = 0
     session_id: str | None = None
+    num_in_flight_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -141,8 +157,8 @@ def image(identifier: str, offset: int, length: int) -> Any:
     )
 
 
-def cache_config(num_blocks: int, spec: Any = None, **more: Any) -> Any:
-    groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())]
+def cache_config(num_blocks: int, *specs: Any, **more: Any) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (FullAttentionSpec(),)]
     settings = {
         "needs_kv_cache_zeroing": False,
         "hisparse_host_num_blocks": None,
@@ -153,7 +169,12 @@ def cache_config(num_blocks: int, spec: Any = None, **more: Any) -> Any:
 
 def engine_config(**more: Any) -> Any:
     """A `VllmConfig` of an engine that our manager supports."""
-    model = {"runner_type": "generate", "is_encoder_decoder": False, "is_diffusion": False}
+    model = {
+        "runner_type": "generate",
+        "is_encoder_decoder": False,
+        "is_diffusion": False,
+        "enable_prompt_embeds": False,
+    }
     return SimpleNamespace(
         model_config=SimpleNamespace(**(model | more.pop("model", {}))),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=more.pop("pcp", 1)),

@@ -57,7 +57,7 @@ def kv_write(context: Context) -> None:
             slots = _slots(context, count)
             call = partial(write_rows, (key, value), (ours.keys[0], ours.values[0]), slots, scales)
             call()
-            theirs.write(0, key, value, torch.where(slots < 0, theirs.null_slot, slots))
+            theirs.write(0, key, value, _without_gaps(slots, theirs))
             checked += 1
             if not all(torch.equal(a, b) for a, b in _written(ours, theirs)):
                 wrong.append([heads, count, str(dtype)])
@@ -76,7 +76,7 @@ def rotation(context: Context) -> None:
             rows, slots = _rows(context, heads, count), _slots(context, count)
             call = partial(write_rotated, rows, (ours.keys[0], ours.values[0]), slots, turn)
             query, key = rotated(rows[0], rows[1], turn)
-            theirs.write(0, key, rows[2], torch.where(slots < 0, theirs.null_slot, slots))
+            theirs.write(0, key, rows[2], _without_gaps(slots, theirs))
             error = max(_error(call(), query), *(_error(a, b) for a, b in _floats(ours, theirs)))
             worst, checked = max(worst, error), checked + 1
             if not error < ROUNDING:  # NaN, too
@@ -193,6 +193,11 @@ def _slots(context: Context, count: int) -> torch.Tensor:
     slots = torch.randperm((count // BLOCK + 8) * BLOCK, device=context.device)[:count]
     slots[1::7] = -1
     return slots
+
+
+def _without_gaps(slots: torch.Tensor, pool: KVPool) -> torch.Tensor:
+    """Slots for `KVPool.write`: those of the null block in place of -1."""
+    return torch.where(slots < 0, pool.num_blocks * pool.block_size, slots)
 
 
 def _pools(

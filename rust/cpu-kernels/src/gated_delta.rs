@@ -199,25 +199,26 @@ impl<E: Element> DeltaTask<'_, E> {
         let state = &mut state[0];
         let first = self.out.rows.start;
         let mut out = self.out.into_rows();
-        let mut tokens = HeadTokens::new(shape.key_dim, shape.value_dim, out.len());
-        for (number, out) in out.chunks_mut(TOKENS).enumerate() {
-            let read = ReadTokens {
-                shape,
-                rows,
-                layer,
-                head: self.head,
-                first: first + number * TOKENS,
-                count: out.len(),
-                tokens: &mut tokens,
-            };
-            best_build(attention.isa(), read);
-            tokens.correct(attention.isa(), out.len(), state);
-            for (out, answer) in out.iter_mut().zip(tokens.out.chunks_exact(shape.value_dim)) {
-                for (out, &number) in out.iter_mut().zip(answer) {
-                    *out = E::narrow(number);
+        HeadTokens::with(shape.key_dim, shape.value_dim, out.len(), |tokens| {
+            for (number, out) in out.chunks_mut(TOKENS).enumerate() {
+                let read = ReadTokens {
+                    shape,
+                    rows,
+                    layer,
+                    head: self.head,
+                    first: first + number * TOKENS,
+                    count: out.len(),
+                    tokens,
+                };
+                best_build(attention.isa(), read);
+                tokens.correct(attention.isa(), out.len(), state);
+                for (out, answer) in out.iter_mut().zip(tokens.out.chunks_exact(shape.value_dim)) {
+                    for (out, &number) in out.iter_mut().zip(answer) {
+                        *out = E::narrow(number);
+                    }
                 }
             }
-        }
+        });
     }
 }
 

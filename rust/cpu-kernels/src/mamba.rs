@@ -238,21 +238,22 @@ impl<E: Element> HeadTask<'_, E> {
         let state = &mut state[0];
         let first = self.out.rows.start;
         let mut out = self.out.into_rows();
-        let mut tokens = HeadTokens::new(shape.state_size, shape.head_dim, out.len());
-        for (number, out) in out.chunks_mut(TOKENS).enumerate() {
-            let mut head = HeadRows {
-                shape,
-                rows,
-                weights,
-                head: self.head,
-                first: first + number * TOKENS,
-                tokens: &mut tokens,
-            };
-            let count = out.len();
-            best_build(attention.isa(), Read(&mut head, count));
-            head.tokens.accumulate(attention.isa(), count, state);
-            best_build(attention.isa(), Write(&head, out));
-        }
+        HeadTokens::with(shape.state_size, shape.head_dim, out.len(), |tokens| {
+            for (number, out) in out.chunks_mut(TOKENS).enumerate() {
+                let mut head = HeadRows {
+                    shape,
+                    rows,
+                    weights,
+                    head: self.head,
+                    first: first + number * TOKENS,
+                    tokens,
+                };
+                let count = out.len();
+                best_build(attention.isa(), Read(&mut head, count));
+                head.tokens.accumulate(attention.isa(), count, state);
+                best_build(attention.isa(), Write(&head, out));
+            }
+        });
     }
 }
 

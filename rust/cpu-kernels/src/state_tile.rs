@@ -4,17 +4,21 @@
 //! A lane is a number of a value: nothing is added up across lanes. Sums over a key go from its first number to its
 //! last, so the bits of a token do not depend on how tokens are divided into calls.
 
+use std::cell::RefCell;
+
 use crate::builds::{InLanes, best_lanes};
 use crate::isa::Isa;
-use crate::lanes::Vector;
+use crate::lanes::{Vector, fetch_line};
 
 /// Tokens that are computed while a tile of the state is in the processor's first cache.
 pub(crate) const TOKENS: usize = 32;
 
 const LANES: usize = 16;
+/// Distance of prefetches, in numbers of a state.
+const AHEAD: usize = 512;
 
 /// Some tokens of a head, in float32.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct HeadTokens {
     /// `[count, key_dim]`.
     pub(crate) keys: Vec<f32>,
@@ -34,23 +38,44 @@ pub(crate) struct HeadTokens {
     value_dim: usize,
 }
 
+thread_local! {
+    /// Memory for the tokens of a thread's heads, one after the other.
+    static TOKENS_OF_THREAD: RefCell<HeadTokens> = RefCell::default();
+}
+
 impl HeadTokens {
-    /// Memory for `count` tokens, but for at most [`TOKENS`].
-    pub(crate) fn new(key_dim: usize, value_dim: usize, count: usize) -> Self {
-        let count = count.min(TOKENS);
-        let [keys, queries, decays, decayed] = [(); 4].map(|()| vec![0.0; count * key_dim]);
-        let [values, out] = [(); 2].map(|()| vec![0.0; count * value_dim]);
-        Self {
+    /// Runs `compute` with memory for `count` tokens, but for at most [`TOKENS`]. It has any numbers.
+    pub(crate) fn with<R>(
+        key_dim: usize,
+        value_dim: usize,
+        count: usize,
+        compute: impl FnOnce(&mut Self) -> R,
+    ) -> R {
+        TOKENS_OF_THREAD.with_borrow_mut(|tokens| {
+            tokens.resize(key_dim, value_dim, count.min(TOKENS));
+            compute(tokens)
+        })
+    }
+
+    fn resize(&mut self, key_dim: usize, value_dim: usize, count: usize) {
+        let Self {
             keys,
             queries,
             decays,
             values,
-            betas: vec![0.0; count],
+            betas,
             out,
             decayed,
-            key_dim,
-            value_dim,
+            ..
+        } = self;
+        for of_keys in [keys, queries, decays, decayed] {
+            of_keys.resize(count * key_dim, 0.0);
         }
+        for of_values in [values, out] {
+            of_values.resize(count * value_dim, 0.0);
+        }
+        betas.resize(count, 0.0);
+        (self.key_dim, self.value_dim) = (key_dim, value_dim);
     }
 
     /// Advances a state `[key_dim, value_dim]` by the first `count` tokens: `state = decay * state + key * value` for
@@ -127,6 +152,7 @@ fn tile<V: Vector<16>, const N: usize, const IS_DELTA: bool>(
         for (row, &key) in state.chunks_exact(value_dim).zip(key) {
             let row = lanes::<N>(&row[first..]);
             for n in 0..N {
+                fetch_line(row[n].as_ptr().wrapping_add(AHEAD));
                 answers[n] = V::load(&row[n]).multiply_add(V::splat(key), answers[n]);
             }
         }
@@ -162,6 +188,9 @@ fn tile<V: Vector<16>, const N: usize, const IS_DELTA: bool>(
             let (key, decay) = (V::splat(key), V::splat(decay));
             let (query, next) = (V::splat(query), V::splat(next));
             for n in 0..N {
+                if !IS_DELTA {
+                    fetch_line(row[n].as_ptr().wrapping_add(AHEAD));
+                }
                 let number = V::load(&row[n]).multiply(decay);
                 let number = key.multiply_add(added[n], number);
                 number.store(&mut row[n]);

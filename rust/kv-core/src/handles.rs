@@ -251,7 +251,9 @@ impl Transfer {
         self.indices.clone()
     }
 
-    /// The blocks to fill, by index, then by layer group.
+    /// The blocks to fill, by index, then by layer group. Last, for a model with states, the blocks of the snapshot at
+    /// the end of the prefix, in the order of its bytes: they have the index of the last block of tokens, and the group
+    /// after those with tables.
     pub fn blocks(&self) -> &[LoadingBlock] {
         &self.blocks
     }
@@ -265,13 +267,11 @@ impl Transfer {
         let mut is_filled = vec![false; self.blocks.len()];
         for block in filled {
             let order = |other: &LoadingBlock| (other.index, other.group);
-            let at = self
-                .blocks
-                .binary_search_by_key(&order(block), order)
-                .ok()
-                .filter(|&at| self.blocks[at] == *block)
-                .ok_or(*block)?;
-            is_filled[at] = true;
+            let first = { &self.blocks }.partition_point(|other| order(other) < order(block));
+            let equal = self.blocks[first..].iter();
+            let mut equal = equal.take_while(|other| order(other) == order(block)); // several of a snapshot
+            let at = equal.position(|other| other == block).ok_or(*block)?;
+            is_filled[first + at] = true;
         }
         let missing = is_filled.iter().position(|&is_filled| !is_filled);
         let end = missing.map_or(self.indices.end, |at| self.blocks[at].index);
@@ -333,8 +333,8 @@ impl Pin {
         let num_blocks = table.len() + snapshot.len();
         let (ceiling, floor) = (&shared.pin_refs_ceiling, &shared.pin_refs_floor);
         ceiling.fetch_add(num_blocks, Ordering::AcqRel);
-        let all = table.blocks().chain(snapshot.iter().copied());
-        all.for_each(|block| shared.hold(block));
+        table.blocks().for_each(|block| shared.hold(block));
+        snapshot.iter().for_each(|&block| shared.hold(block));
         floor.fetch_add(num_blocks, Ordering::AcqRel);
         Self {
             shared: Arc::clone(shared),
@@ -349,6 +349,23 @@ impl Pin {
     pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
         let snapshot = self.blocks.snapshot.1.iter().copied();
         self.blocks.table.blocks().chain(snapshot)
+    }
+
+    /// Index in the prefix, layer group and id of every pinned block, in this order, as [`Transfer::blocks`] has them:
+    /// last, those of the snapshot.
+    pub fn indexed_blocks(&self) -> Vec<(usize, usize, BlockId)> {
+        let (table, (position, snapshot)) = (&self.blocks.table, &self.blocks.snapshot);
+        let (indices, groups) = (table.end(), table.groups());
+        let mut all = Vec::with_capacity(self.num_blocks);
+        for (index, group) in (0..indices).flat_map(|index| (0..groups).map(move |of| (index, of)))
+        {
+            all.extend(table.get(group, index).map(|block| (index, group, block)));
+        }
+        if let Some(tokens) = self.num_tokens.checked_div(indices) {
+            let index = (position / tokens).saturating_sub(1);
+            all.extend(snapshot.iter().map(|&block| (index, groups, block)));
+        }
+        all
     }
 
     /// The last snapshot of the prefix: the tokens that its state stands for, and its blocks; 0 and none without one.
@@ -395,8 +412,10 @@ impl Drop for Pin {
         let (ceiling, floor) = (&shared.pin_refs_ceiling, &shared.pin_refs_floor);
         floor.fetch_sub(self.num_blocks, Ordering::AcqRel);
         // Last block first, so that a prefix outlives its continuations in the queue.
-        let blocks = self.blocks().rev();
-        let unused: Vec<_> = blocks.filter(|&block| shared.release(block)).collect();
+        let is_unused = |block: &BlockId| shared.release(*block);
+        let snapshot = self.blocks.snapshot.1.iter().rev().copied();
+        let mut unused: Vec<_> = snapshot.filter(is_unused).collect();
+        unused.extend(self.blocks.table.blocks().rev().filter(is_unused));
         if !unused.is_empty() {
             shared.defer(Deferred::Blocks(unused));
         }

@@ -437,6 +437,9 @@ impl BlockManager {
     /// A prefill that would reuse one of its blocks answers [`Prefill::Loading`]. A sequence that computes the same
     /// block nevertheless (without `read_cache`) registers it once the transfer has ended.
     ///
+    /// For a model with states, the blocks come with the snapshot at the end of the last full block, or that comes alone
+    /// if the blocks are cached; all of them or none. The sequence must be new.
+    ///
     /// # Errors
     /// [`Error::InPlan`]
     pub fn reserve(&mut self, key: SeqKey, num_tokens: usize) -> Result<Reserve, Error> {
@@ -669,6 +672,18 @@ impl BlockManager {
     pub fn want_snapshots(&mut self, key: SeqKey, positions: &[usize]) -> Result<(), Error> {
         let call = || Call::want_snapshots(key.id, positions);
         self.run(call, |state| state.want_snapshots(key, positions))
+    }
+
+    /// The positions in `tokens` at which their longest cached prefix has snapshots, in order, without spare ones. It
+    /// pins nothing and changes nothing.
+    pub fn snapshot_positions(
+        &mut self,
+        tokens: &[u32],
+        namespace: &[u8],
+    ) -> Result<Vec<usize>, Error> {
+        self.drain_deferred();
+        check_namespace(namespace)?;
+        Ok(self.state.snapshot_positions(tokens, namespace))
     }
 
     /// Snapshots and their blocks. O(snapshots).

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::handles::LoadingBlock;
-use crate::ids::{BlockId, SeqKey, TransferKey};
+use crate::ids::{BlockId, NodePosition, SeqKey, TransferKey};
 
 /// A transfer that has not ended.
 pub(crate) struct OpenTransfer {
@@ -15,8 +15,25 @@ pub(crate) struct OpenTransfer {
     pub(crate) indices: Range<usize>,
     /// The blocks to fill, logical block by logical block.
     pub(crate) loading: Vec<LoadingBlock>,
+    /// The snapshot to fill.
+    pub(crate) snapshot: Option<LoadingSnapshot>,
     /// Cached blocks before and among them.
     pub(crate) held: Vec<BlockId>,
+}
+
+/// A snapshot that a transfer is to fill.
+pub(crate) struct LoadingSnapshot {
+    /// The last block of its prefix; `NONE` if the transfer was abandoned.
+    pub(crate) position: NodePosition,
+    pub(crate) blocks: Vec<BlockId>,
+}
+
+impl OpenTransfer {
+    /// All blocks to fill.
+    pub(crate) fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
+        let snapshot = self.snapshot.iter().flat_map(|of| &of.blocks).copied();
+        self.loading.iter().map(|of| of.block).chain(snapshot)
+    }
 }
 
 /// The open transfers of a manager, by number.
@@ -65,6 +82,17 @@ impl Transfers {
         let transfer = self.find(key)?;
         let open = self.open.remove(&transfer);
         open.ok_or(Error::TransferEnded { transfer })
+    }
+
+    /// The transfer that is to fill the snapshot at a position.
+    pub(crate) fn of_snapshot(&self, position: NodePosition) -> Option<u64> {
+        let fills = |open: &OpenTransfer| {
+            let snapshot = open.snapshot.as_ref();
+            snapshot.is_some_and(|of| of.position == position)
+        };
+        let mut open = self.open.iter();
+        open.find(|(_, open)| fills(open))
+            .map(|(&serial, _)| serial)
     }
 
     /// The number of an open transfer from the lower 32 bits in its blocks: the last one with these bits.

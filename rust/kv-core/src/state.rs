@@ -208,6 +208,24 @@ impl State {
         }
     }
 
+    /// The positions of the snapshots of the longest cached prefix that are not spare, in order.
+    pub(crate) fn snapshot_positions(&mut self, tokens: &[u32], namespace: &[u8]) -> Vec<usize> {
+        let matched = self.match_prefix(tokens, namespace);
+        let (mut at, mut length) = (matched.end, matched.table.end());
+        let mut positions = Vec::new();
+        while at != NodePosition::NONE
+            && let Some((snapshot, indices)) = self.pool.last_snapshot(at, length)
+        {
+            if !self.pool.is_spare(snapshot) {
+                positions.push(indices * self.groups.block_size());
+            }
+            let tree = self.pool.tree();
+            (at, length) = (tree.ancestor(snapshot, 1), indices - 1);
+        }
+        positions.reverse();
+        positions
+    }
+
     /// The position and the blocks of the last snapshot of a prefix of `indices` logical blocks that ends at `end`.
     fn last_snapshot(&self, end: NodePosition, indices: usize) -> (usize, Vec<BlockId>) {
         let Some((at, length)) = self.pool.last_snapshot(end, indices) else {

@@ -185,6 +185,20 @@ impl BlockManager {
             .map(Pin::new)
     }
 
+    /// The positions in `tokens` at which their longest cached prefix has snapshots, in order, without spare ones.
+    #[pyo3(signature = (tokens, *, namespace = None))]
+    fn snapshot_positions(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Option<&[u8]>,
+    ) -> PyResult<Vec<usize>> {
+        let tokens = token_ids(tokens)?;
+        let namespace = namespace.unwrap_or_default();
+        self.core
+            .with(py, |core| core.snapshot_positions(&tokens, namespace))
+    }
+
     /// Explains which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes no
     /// block and no order of eviction.
     ///

@@ -61,6 +61,20 @@ impl Pin {
         }))
     }
 
+    /// The pinned blocks as (index in the prefix, layer group, block id), in the order of `blocks`. Those of the snapshot
+    /// have the index of the last block of its prefix, and the layer group after the others.
+    #[getter]
+    fn indexed_blocks(&self) -> PyResult<Vec<(usize, usize, u32)>> {
+        self.check_process()?;
+        Ok(self.with(|pin| {
+            let blocks = pin.map_or(Vec::new(), kv_core::Pin::indexed_blocks);
+            let blocks = blocks.into_iter();
+            blocks
+                .map(|(index, group, block)| (index, group, block.get()))
+                .collect()
+        }))
+    }
+
     /// Ids of the pinned blocks in order; for each block of tokens, those of all layer groups, and last those of the
     /// snapshot. Empty after the release.
     #[getter]

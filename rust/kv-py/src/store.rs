@@ -174,9 +174,12 @@ impl KVStore {
     /// `BlockManager.groups` as `windows`. Without it, no layer group has a window. It hashes every block once per
     /// fingerprint.
     ///
-    /// Raises `TokenError` for invalid tokens, and `ConfigError` for a `block_size` of 0, invalid fingerprints, or
-    /// another number of windows.
-    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None, windows = None))]
+    /// For a model with states, `state` is the fingerprint of its snapshots and the number of blocks of each. They have
+    /// the layer group after the others.
+    ///
+    /// Raises `TokenError` for invalid tokens, and `ConfigError` for a `block_size` of 0, invalid fingerprints, another
+    /// number of windows, or snapshots of no block.
+    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None, windows = None, state = None))]
     #[allow(clippy::too_many_arguments)]
     fn prefix(
         &self,
@@ -186,6 +189,7 @@ impl KVStore {
         fingerprints: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
         windows: Option<&Bound<'_, PyAny>>,
+        state: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     ) -> PyResult<StoredPrefix> {
         let block_size = number("block_size", block_size)?;
         if block_size == 0 {
@@ -207,12 +211,13 @@ impl KVStore {
                 "windows has {windows} layer groups and fingerprints has {fingerprints}: each has one of both"
             )));
         }
+        let state = state.map(|state| state_of(&state)).transpose()?;
         let groups: Vec<_> = fingerprints.into_iter().zip(windows).collect();
         let namespace = namespace.unwrap_or_default().to_vec();
         let (tokens, opened) = (token_ids(tokens)?, Arc::clone(&self.opened));
         self.with(py, |_| {
             Ok(StoredPrefix::hash(
-                opened, tokens, namespace, block_size, &groups,
+                opened, tokens, namespace, block_size, &groups, state,
             ))
         })
     }
@@ -361,16 +366,33 @@ fn access_of(access: &Bound<'_, PyAny>) -> PyResult<Access> {
 fn fingerprints_of(fingerprints: &Bound<'_, PyAny>) -> PyResult<Vec<Fingerprint>> {
     let too_many = |count| ConfigError::new_err(format!("{count} fingerprints are too many"));
     items(fingerprints, MAX_GROUPS, too_many, |fingerprint, at| {
-        let bytes = fingerprint.cast::<PyBytes>().ok();
-        let bytes = bytes.and_then(|bytes| <[u8; 32]>::try_from(bytes.as_bytes()).ok());
-        let Some(bytes) = bytes else {
-            let shown = in_words(fingerprint)?;
-            return Err(ConfigError::new_err(format!(
-                "fingerprints[{at}]={shown} is not 32 bytes"
-            )));
-        };
-        Ok(Fingerprint::from_bytes(bytes))
+        fingerprint_of(&format!("fingerprints[{at}]"), fingerprint)
     })
+}
+
+fn fingerprint_of(name: &str, fingerprint: &Bound<'_, PyAny>) -> PyResult<Fingerprint> {
+    let bytes = fingerprint.cast::<PyBytes>().ok();
+    let bytes = bytes.and_then(|bytes| <[u8; 32]>::try_from(bytes.as_bytes()).ok());
+    let Some(bytes) = bytes else {
+        let shown = in_words(fingerprint)?;
+        return Err(ConfigError::new_err(format!(
+            "{name}={shown} is not 32 bytes"
+        )));
+    };
+    Ok(Fingerprint::from_bytes(bytes))
+}
+
+/// The fingerprint of snapshots, and their blocks.
+fn state_of(
+    (fingerprint, blocks): &(Bound<'_, PyAny>, Bound<'_, PyAny>),
+) -> PyResult<(Fingerprint, usize)> {
+    let fingerprint = fingerprint_of("state[0]", fingerprint)?;
+    match number("state[1]", blocks)? {
+        0 => Err(ConfigError::new_err(
+            "state[1]=0: a snapshot has at least 1 block",
+        )),
+        blocks => Ok((fingerprint, blocks)),
+    }
 }
 
 fn stats_dict<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {

@@ -1,4 +1,7 @@
 //! `StoredPrefix`: the full blocks of a prompt in a store; payloads between a pool and the store.
+//!
+//! A snapshot of a state is an entry of its own: its key is that of the last block of its prefix under a fingerprint of its
+//! own, and its payload is that of its blocks, one after the other.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -52,16 +55,20 @@ pub(crate) struct StoredPrefix {
     namespace: Vec<u8>,
     block_size: usize,
     groups: Vec<GroupKeys>,
+    /// The keys of snapshots, by the last block of their prefix; and the blocks of each.
+    state: Option<(GroupKeys, usize)>,
 }
 
 impl StoredPrefix {
-    /// Hashes every full block once for each layer group, given by its fingerprint and window.
+    /// Hashes every full block once for each layer group, given by its fingerprint and window; and for snapshots of
+    /// `state`, given by their fingerprint and the number of their blocks.
     pub(crate) fn hash(
         opened: Arc<OpenedStore>,
         tokens: Vec<u32>,
         namespace: Vec<u8>,
         block_size: usize,
         groups: &[(Fingerprint, Option<usize>)],
+        state: Option<(Fingerprint, usize)>,
     ) -> Self {
         let keys = |&(fingerprint, window): &(Fingerprint, Option<usize>)| GroupKeys {
             fingerprint,
@@ -73,6 +80,7 @@ impl StoredPrefix {
         };
         Self {
             groups: groups.iter().map(keys).collect(),
+            state: state.map(|(fingerprint, blocks)| (keys(&(fingerprint, None)), blocks)),
             opened,
             tokens,
             namespace,
@@ -84,9 +92,11 @@ impl StoredPrefix {
         self.tokens.len() / self.block_size
     }
 
-    /// Of a prefix of `end` blocks, those from `first` on that a window sees after it.
+    /// Of a prefix of `end` blocks, those from `first` on that a window sees after it; with states, at least the last
+    /// one.
     fn seen(&self, window: usize, first: usize, end: usize) -> Range<usize> {
         let blocks = window.saturating_sub(1).div_ceil(self.block_size);
+        let blocks = blocks.max(usize::from(self.state.is_some()));
         end.saturating_sub(blocks).max(first)..end
     }
 
@@ -109,8 +119,39 @@ impl StoredPrefix {
         end
     }
 
+    /// The largest end, at most `max`, with a snapshot, up to which every layer group has the blocks that tokens after
+    /// it see. Blocks before `first` need not be there; 0: there is none.
+    fn last_snapshot_in(&self, store: &Store, first: usize, max: usize) -> usize {
+        let Some((state, _)) = &self.state else {
+            return 0;
+        };
+        let mut end = max;
+        loop {
+            let snapshots = state.keys[..end].iter();
+            let Some(last) = { snapshots }.rposition(|key| store.contains(key)) else {
+                return 0;
+            };
+            end = last + 1;
+            match end {
+                _ if end <= first => return end,
+                _ => match self.restorable_end(store, first, end) {
+                    restorable if restorable == end => return end,
+                    restorable => end = restorable,
+                },
+            }
+        }
+    }
+
+    /// The keys of a layer group, or those of snapshots behind them.
+    fn keys(&self, group: usize) -> &GroupKeys {
+        match &self.state {
+            Some((state, _)) if group == self.groups.len() => state,
+            _ => &self.groups[group],
+        }
+    }
+
     fn block(&self, index: usize, group: usize) -> Block<'_> {
-        let group = &self.groups[group];
+        let group = self.keys(group);
         let parent = index.checked_sub(1).map(|parent| group.keys[parent]);
         Block {
             fingerprint: group.fingerprint,
@@ -129,7 +170,7 @@ impl StoredPrefix {
     }
 
     fn check_group(&self, group: usize) -> Result<(), String> {
-        match self.groups.len() {
+        match self.groups.len() + usize::from(self.state.is_some()) {
             count if group < count => Ok(()),
             count => Err(format!("the prefix has fingerprints of {count} groups")),
         }
@@ -174,40 +215,72 @@ impl StoredPrefix {
 }
 
 impl StoredPrefix {
-    /// Stores blocks up to the first dropped one; returns the number stored.
-    fn store_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
-        for (done, it) in moves.iter().enumerate() {
-            let Some(store) = self.opened.store()? else {
-                return Ok(done);
-            };
-            let rows = memory.tensors(it.group).map(|rows| rows.row(it.block));
-            let payload: Vec<_> = rows.collect();
-            if let Put::Dropped(_) = store.put(&self.block(it.index, it.group), &payload) {
-                return Ok(done);
-            }
+    /// The runs of blocks that are one entry each: single blocks, and those of a snapshot. Refuses parts of a snapshot.
+    fn entries<'a>(&self, moves: &'a [Move]) -> PyResult<Vec<&'a [Move]>> {
+        let Some((_, blocks)) = self.state else {
+            return Ok(moves.chunks(1).collect());
+        };
+        let of_state = self.groups.len();
+        let is_one =
+            |a: &Move, b: &Move| a.group == of_state && (a.index, a.group) == (b.index, b.group);
+        let entries: Vec<&[Move]> = moves.chunk_by(is_one).collect();
+        let is_part = |entry: &&&[Move]| entry[0].group == of_state && entry.len() != blocks;
+        match entries.iter().find(is_part) {
+            None => Ok(entries),
+            Some(part) => Err(ConfigError::new_err(format!(
+                "{} blocks of the snapshot after block {}: a snapshot has {blocks}",
+                part.len(),
+                part[0].index
+            ))),
         }
-        Ok(moves.len())
     }
 
-    /// Loads blocks up to the first failure; returns the number loaded.
-    fn load_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
-        for (done, it) in moves.iter().enumerate() {
+    /// Stores entries up to the first dropped one; returns the number of blocks stored.
+    fn store_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
+        let mut done = 0;
+        for entry in self.entries(moves)? {
             let Some(store) = self.opened.store()? else {
                 return Ok(done);
             };
-            let rows = memory.tensors(it.group);
-            let mut payload: Vec<_> = rows.map(|rows| rows.row_mut(it.block)).collect();
-            match store.get(&self.block(it.index, it.group), &mut payload) {
+            let rows = |it: &Move| {
+                let block = it.block;
+                memory.tensors(it.group).map(move |rows| rows.row(block))
+            };
+            let payload: Vec<_> = entry.iter().flat_map(rows).collect();
+            if let Put::Dropped(_) =
+                store.put(&self.block(entry[0].index, entry[0].group), &payload)
+            {
+                return Ok(done);
+            }
+            done += entry.len();
+        }
+        Ok(done)
+    }
+
+    /// Loads entries up to the first failure; returns the number of blocks loaded.
+    fn load_moves(&self, memory: &KVBlocks, moves: &[Move]) -> PyResult<usize> {
+        let mut done = 0;
+        for entry in self.entries(moves)? {
+            let Some(store) = self.opened.store()? else {
+                return Ok(done);
+            };
+            let (index, group) = (entry[0].index, entry[0].group);
+            let rows = |it: &Move| {
+                let block = it.block;
+                memory.tensors(group).map(move |rows| rows.row_mut(block))
+            };
+            let mut payload: Vec<_> = entry.iter().flat_map(rows).collect();
+            match store.get(&self.block(index, group), &mut payload) {
                 Ok(Get::Hit) => {}
                 Ok(Get::Miss | Get::Failed) => return Ok(done),
                 Err(error) => {
-                    let (index, group) = (it.index, it.group);
                     let message = format!("block {index} of group {group}: {error}");
                     return Err(StoreError::new_err(message));
                 }
             }
+            done += entry.len();
         }
-        Ok(moves.len())
+        Ok(done)
     }
 }
 
@@ -244,9 +317,26 @@ impl StoredPrefix {
                 return Ok(0);
             };
             Ok(match group {
-                Some(group) => store.stored_blocks(&self.groups[group].keys[first..end]),
+                Some(group) => store.stored_blocks(&self.keys(group).keys[first..end]),
                 None => self.restorable_end(&store, first, end) - first,
             })
+        })
+    }
+
+    /// For a model with states, the number of blocks of the longest prefix, at most `end`, that has a snapshot and whose
+    /// blocks from index `first` on can be restored. It may end before `first`: then only the snapshot is missing. 0
+    /// without one. It only looks up keys in memory.
+    fn last_snapshot(
+        &self,
+        py: Python<'_>,
+        first: &Bound<'_, PyAny>,
+        end: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let (first, end): (usize, usize) = (number("first", first)?, number("end", end)?);
+        py.detach(|| {
+            let store = self.opened.store()?;
+            let end = end.min(self.len());
+            Ok(store.map_or(0, |store| self.last_snapshot_in(&store, first, end)))
         })
     }
 
@@ -287,7 +377,7 @@ impl StoredPrefix {
         self.check_index(index)
             .map_err(|message| ConfigError::new_err(format!("index={index}: {message}")))?;
         let group = group.map_or(Ok(0), |group| self.group(group))?;
-        let key = &self.groups[group].keys[index];
+        let key = &self.keys(group).keys[index];
         py.detach(|| {
             let store = self.opened.store()?;
             Ok(store.is_some_and(|store| store.contains(key)))
@@ -303,7 +393,7 @@ impl StoredPrefix {
         let mut moves = self.moves(None, blocks)?;
         let missing = py.detach(|| {
             if let Some(store) = self.opened.store()? {
-                moves.retain(|it| !store.touch(&self.groups[it.group].keys[it.index]));
+                moves.retain(|it| !store.touch(&self.keys(it.group).keys[it.index]));
             }
             Ok::<_, PyErr>(moves)
         })?;

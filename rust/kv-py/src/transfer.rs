@@ -80,7 +80,9 @@ impl Transfer {
     }
 
     /// The blocks to fill, as (index in the prefix, layer group, block id), ordered by index. A layer group with a
-    /// window needs only the last ones. Blocks that are already cached are left out.
+    /// window needs only the last ones. Blocks that are already cached are left out. For a model with states, the last
+    /// ones are those of the snapshot at the end, with the index of the last block of tokens, and the layer group after
+    /// the others.
     #[getter]
     fn blocks(&self) -> Vec<(usize, usize, u32)> {
         let blocks = self.handle.blocks().iter();
@@ -90,7 +92,7 @@ impl Transfer {
 
     /// Ends the transfer, of whose blocks these are filled (None: all), given as in `blocks` and in any order, as
     /// `StoredPrefix.load` returns them. The blocks of tokens from the front that are filled in every layer group
-    /// become cached as if a step had computed them. The other blocks are freed.
+    /// become cached as if a step had computed them. The other blocks are freed. A snapshot needs all blocks.
     ///
     /// If the sequence that reserved the blocks can reuse them, it does so at once. Returns the number of tokens
     /// that it reuses. Raises `PlanError` if the transfer has ended, and `ConfigError` for anything that is not one of

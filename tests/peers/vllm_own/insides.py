@@ -14,6 +14,7 @@ class GroupView:
     """A single-type manager: `req_to_blocks` and `num_cached_block`."""
 
     manager: Any
+    index: int
     block_size: int
     kv_cache_spec: Any
 
@@ -21,7 +22,8 @@ class GroupView:
     def req_to_blocks(self) -> dict[str, list["PoolBlock"]]:
         """The blocks of each request."""
         pool = self.manager.block_pool.blocks
-        ids = {name: self.manager.get_block_ids(name)[0] for name in self.manager.tables.entries}
+        names = self.manager.tables.entries
+        ids = {name: self.manager.get_block_ids(name)[self.index] for name in names}
         return {name: [pool[block] for block in blocks] for name, blocks in ids.items()}
 
     @property
@@ -34,21 +36,22 @@ class GroupView:
 class PoolBlock:
     """A block of the pool as it is when it is read. The null block has no reference."""
 
-    def __init__(self, block_id: int, kv: Any) -> None:
+    def __init__(self, block_id: int, tables: Any) -> None:
         self.block_id = block_id
         self.is_null = block_id == 0
-        self._kv = kv
+        self._kv = tables.kv
+        self._kv_id = block_id - tables.offset
 
     @property
     def ref_cnt(self) -> int:
         """References of requests and pins."""
-        return 0 if self.is_null else self._kv.refs(self.block_id)
+        return 0 if self.is_null else self._kv.refs(self._kv_id)
 
     @property
     def block_hash(self) -> bytes | None:
         """None if the block is not in the index."""
         nodes = memoryview(self._kv.snapshot().nodes).cast("I")
-        return b"registered" if nodes[self.block_id] else None
+        return b"registered" if not self.is_null and nodes[self._kv_id] else None
 
     _block_hash = block_hash
 
@@ -63,9 +66,10 @@ class PoolView:
     """A block pool: `blocks`, `free_block_queue` and `cached_block_hash_to_block`."""
 
     def __init__(self, manager: Any) -> None:
-        self._kv = manager.tables.kv
+        self._tables = manager.tables
         self._pool = manager.block_pool
-        self.num_gpu_blocks = self._kv.num_blocks
+        self.num_gpu_blocks = self._tables.num_blocks
+        self.null_block = PoolBlock(0, self._tables)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
@@ -73,7 +77,7 @@ class PoolView:
     @property
     def blocks(self) -> list[PoolBlock]:
         """All blocks."""
-        return [PoolBlock(block, self._kv) for block in range(self.num_gpu_blocks)]
+        return [PoolBlock(block, self._tables) for block in range(self.num_gpu_blocks)]
 
     @property
     def free_block_queue(self) -> Any:
@@ -83,14 +87,15 @@ class PoolView:
     @property
     def cached_block_hash_to_block(self) -> list[bytes]:
         """The hashes of the registered blocks."""
-        hashes: list[bytes] = self._kv.cached_hashes()
+        hashes: list[bytes] = self._tables.kv.cached_hashes()
         return hashes
 
 
 def show(manager: Any) -> None:
     """Put the views in place."""
-    [group] = manager.coordinator.single_type_managers
-    view = GroupView(manager, group.block_size, group.kv_cache_spec)
-    coordinator = type(manager.coordinator)
-    manager.coordinator = coordinator((view,), manager.tables)
+    views = tuple(
+        GroupView(manager, index, group.block_size, group.kv_cache_spec)
+        for index, group in enumerate(manager.coordinator.single_type_managers)
+    )
+    manager.coordinator = type(manager.coordinator)(views, manager.tables)
     manager.block_pool = PoolView(manager)

@@ -108,7 +108,8 @@ class PagedRun:
         specs = cache_specs(loaded, "float32")
         self.groups = LayerGroups.single(len(specs))
         if grouped:
-            self.groups = choose_layer_groups([each.window for each in loaded.layers], specs, 256)
+            windows = [each.window for each in loaded.layers]
+            self.groups = choose_layer_groups(windows, [each.token_bytes for each in specs], 256)
         self.pool = KVPool(specs, num_blocks, block_size, device, self.groups)
         for tensor in (*self.pool.keys, *self.pool.values):
             tensor.fill_(POISON)

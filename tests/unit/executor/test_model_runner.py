@@ -134,7 +134,7 @@ def test_layer_groups_give_the_same_logits_and_release_blocks(family):
     prompts = sequences()
     expected = [plain_logits(model, tokens) for tokens in prompts]
     run = PagedRun(model, num_blocks=80, grouped=True)
-    assert (run.groups.windows, run.groups.layers_per_group) == (windows, size)
+    assert (run.groups.windows, run.groups.num_tensors) == (windows, size)
     assert len({tensor.data_ptr() for tensor in run.pool.keys}) == size
     given = run_in_chunks(run, prompts, expected)
     slid = sum((len(tokens) - 6 + 1) // 4 for tokens in prompts if len(tokens) > 6)

@@ -233,7 +233,7 @@ def test_duplicates_stay_with_their_request_until_the_workers_know() -> None:
     assert held(manager) == 4
     manager.new_step_starts()
     decode(manager, first), decode(manager, second)
-    assert manager.merged_tables([first, second]) == {"b": [1, 2, 6]}
+    assert manager.merged_tables([first, second]) == {"b": ([1, 2, 6],)}
     manager.take_new_block_ids()
     assert table(manager, second) == [1, 2, 6]
     assert held(manager) == 4
@@ -393,7 +393,7 @@ def test_a_call_for_nothing_is_refused() -> None:
     assert manager.take_boundary_state_offloads() == {}
     assert manager.finalize_partial_tail_offloads(request) == []
     assert manager.get_num_common_prefix_blocks("a") == [0]
-    assert repr(Blocks([1], manager._view, 0)) == "<Blocks [1]>"
+    assert repr(Blocks([[1]], manager._view, 0)) == "<Blocks [[1]]>"
 
 
 def load(manager: KVCacheManager, request: Request, count: int, **more: Any) -> Blocks | None:

@@ -20,15 +20,16 @@ from tests.support.vllm_fakes import (
     MultiConnector,
     PoolConnector,
     Request,
+    SlidingWindowSpec,
     cache_config,
     engine_config,
 )
 from tests.unit.integrations.test_vllm_manager import admit, decode
 
 
-def settings(spec: Any = None, **more: Any) -> dict[str, Any]:
+def settings(*specs: Any, **more: Any) -> dict[str, Any]:
     base = {
-        "kv_cache_config": cache_config(20, spec),
+        "kv_cache_config": cache_config(20, *specs),
         "max_model_len": 100,
         "scheduler_block_size": 4,
         "hash_block_size": 4,
@@ -174,23 +175,48 @@ def test_out_of_scope_it_is_vllms_and_the_log_says_why(
 
 IN_SCOPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
-    ({"spec": MLAAttentionSpec()}, {}),
+    ({"specs": (MLAAttentionSpec(),)}, {}),
+    ({"specs": (SlidingWindowSpec(),)}, {}),
+    ({"specs": (FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec())}, {}),
+    ({"specs": (FullAttentionSpec(), FullAttentionSpec()), "enable_caching": False}, {}),
     ({"enable_caching": False}, {}),
     ({}, {"connector": KVConnectorBase_V1()}),
     ({}, {"connector": MultiConnector(KVConnectorBase_V1())}),
 ]
 OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("2 groups of layers", {"groups": 2}, {}),
-    ("MambaSpec", {"spec": MambaSpec()}, {}),
-    ("sliding_window is 8", {"spec": FullAttentionSpec(sliding_window=8)}, {}),
-    ("attention_chunk_size", {"spec": FullAttentionSpec(attention_chunk_size=8)}, {}),
-    ("not causal", {"spec": FullAttentionSpec(non_causal=True)}, {}),
+    ("no KV cache", {"groups": 0}, {}),
+    ("MambaSpec", {"specs": (FullAttentionSpec(), MambaSpec())}, {}),
+    ("sliding_window is 8", {"specs": (FullAttentionSpec(sliding_window=8),)}, {}),
+    ("attention_chunk_size", {"specs": (FullAttentionSpec(attention_chunk_size=8),)}, {}),
+    ("not causal", {"specs": (FullAttentionSpec(non_causal=True),)}, {}),
+    ("before the window", {"specs": (SlidingWindowSpec(extra_retained_tokens=1),)}, {}),
+    ("before the window", {"specs": (SlidingWindowSpec(prefix_replay_tokens=4),)}, {}),
     ("several sizes", {"hash_block_size": 2}, {}),
-    ("several sizes", {"spec": FullAttentionSpec(block_size=8)}, {}),
+    ("several sizes", {"specs": (FullAttentionSpec(), SlidingWindowSpec(block_size=8))}, {}),
     (
         "one token",
-        {"spec": FullAttentionSpec(block_size=1), "hash_block_size": 1, "scheduler_block_size": 1},
+        {
+            "specs": (FullAttentionSpec(block_size=1),),
+            "hash_block_size": 1,
+            "scheduler_block_size": 1,
+        },
         {},
+    ),
+    (
+        "name the group",
+        {"specs": (FullAttentionSpec(), FullAttentionSpec()), "enable_kv_cache_events": True},
+        {},
+    ),
+    ("retention", {"specs": (SlidingWindowSpec(),), "retention": 64}, {}),
+    (
+        "of several groups",
+        {"specs": (FullAttentionSpec(), SlidingWindowSpec())},
+        {"connector": KVConnectorBase_V1()},
+    ),
+    (
+        "embeddings",
+        {"specs": (SlidingWindowSpec(),)},
+        {"model": {"enable_prompt_embeds": True}},
     ),
     ("EAGLE", {"use_eagle": True}, {}),
     ("several modules", {"num_prefill_lookahead": 2}, {}),
@@ -217,15 +243,20 @@ def scheduler_of(engine: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("more", "engine"), IN_SCOPE)
 def test_what_is_in_scope(more: dict[str, Any], engine: dict[str, Any]) -> None:
-    assert plugin.out_of_scope(settings(**more), scheduler_of(engine), CLASSES) is None
-    assert plugin.out_of_scope(settings(**more), None, CLASSES) is None
+    more = dict(more)
+    given = settings(*more.pop("specs", ()), **more)
+    given["kv_cache_config"].prefix_cache_retention_interval = None
+    assert plugin.out_of_scope(given, scheduler_of(engine), CLASSES) is None
+    assert plugin.out_of_scope(given, None, CLASSES) is None
 
 
 @pytest.mark.parametrize(("reason", "more", "engine"), OUT_OF_SCOPE)
 def test_what_is_out_of_scope(reason: str, more: dict[str, Any], engine: dict[str, Any]) -> None:
+    more = dict(more)
     groups, host, retention = (more.pop(name, None) for name in ("groups", "host", "retention"))
-    manager_settings = settings(**more)
-    manager_settings["kv_cache_config"].kv_cache_groups *= groups or 1
+    manager_settings = settings(*more.pop("specs", ()), **more)
+    if groups == 0:
+        manager_settings["kv_cache_config"].kv_cache_groups = []
     manager_settings["kv_cache_config"].prefix_cache_retention_interval = retention
     manager_settings["kv_cache_config"].hisparse_host_num_blocks = host
     actual = plugin.out_of_scope(manager_settings, scheduler_of(engine), CLASSES)

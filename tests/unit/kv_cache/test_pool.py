@@ -4,13 +4,14 @@ import math
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import pool_size
-from pyengine.kv_cache.layer_groups import LayerGroups, Location
-from pyengine.kv_cache.pool import KVCacheSpec, KVPool, bytes_per_block
+from pyengine.kv_cache.layer_groups import LayerGroups, Location, Table, choose_layer_groups
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool, bytes_per_block, tensor_specs
 from pyengine.kv_cache.pool_size import PoolSettings, resolve_num_blocks
 from pyengine.utils.dtypes import dtype_of
 from tests.support.forked import run_forked
@@ -31,7 +32,7 @@ def test_the_pool_has_one_block_more_and_starts_as_zeros():
     assert [t.shape for t in pool.values] == [(4, 2, 2, 8), (4, 2, 1, 4)]
     assert pool.values[1].dtype == torch.bfloat16
     assert not any(t.any() for t in (*pool.keys, *pool.values))
-    assert pool.null_slot == 6
+    assert pool.null_blocks == [3]
     assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys, *pool.values))
 
 
@@ -54,6 +55,74 @@ def test_layers_that_differ_cannot_share():
     groups = LayerGroups((None, 8), 1, (Location(0, 0), Location(1, 0)))
     with pytest.raises(ConfigurationError, match="layers 0 and 1 cannot share a KV tensor"):
         KVPool([SPEC, KVCacheSpec(1, 8, 8, "float32")], 3, 2, CPU, groups)
+
+
+def test_a_tensor_is_filled_by_the_layers_that_share_it():
+    groups = LayerGroups((None, 8), 2, (Location(0, 0), Location(1, 1), Location(1, 0, 2, 1)))
+    half = KVCacheSpec(1, 8, 8, "float32")
+    assert tensor_specs([SPEC, half, half], groups) == [SPEC, half]
+    for other in (SPEC, replace(half, dtype="bfloat16"), KVCacheSpec(1, 12, 4, "float32")):
+        with pytest.raises(ConfigurationError, match="layers 0 and 2 cannot share a KV tensor"):
+            tensor_specs([SPEC, half, other], groups)
+
+
+FULL, SLIDING = KVCacheSpec(1, 24, 24, "float32"), KVCacheSpec(2, 8, 8, "float32")
+PARTS = {  # layers 1, 3, 4 are full
+    "twice": (replace(FULL, num_kv_heads=2, head_dim_k=16, head_dim_v=16), SLIDING),
+    "half": (SLIDING, replace(SLIDING, num_kv_heads=1, head_dim_k=32, head_dim_v=32)),
+    "equal": (replace(FULL, head_dim_k=16, head_dim_v=16), SLIDING),
+    "three halves": (FULL, SLIDING),
+    "keys and values": (KVCacheSpec(1, 8, 16, "bfloat16"), KVCacheSpec(2, 8, 16, "bfloat16")),
+    "int8 with scales": (KVCacheSpec(1, 20, 20, "int8"), KVCacheSpec(1, 8, 8, "int8")),
+    "8-bit floats": (
+        KVCacheSpec(2, 8, 8, "float8_e4m3fn", 0.5, 2.0),
+        KVCacheSpec(1, 8, 8, "float8_e4m3fn"),
+    ),
+}
+
+
+def pool_of_parts(name):
+    """A pool of 6 blocks of 3 tokens whose layers differ in size."""
+    windows = [8, None, 8, None, None, 8, 8, 8]
+    specs = [PARTS[name][window is not None] for window in windows]
+    groups = choose_layer_groups(windows, [spec.token_bytes for spec in specs], 1024)
+    assert len(groups.windows) > 1 and groups.has_parts == (name != "equal")
+    return KVPool(specs, 6, 3, CPU, groups)
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_blocks_of_parts_are_of_their_group_alone(name):
+    """Each layer fills two blocks of its group through its table; no byte is another layer's."""
+    pool = pool_of_parts(name)
+    stored = []
+    for layer, location in enumerate(pool.groups.locations):
+        table = pool.tables[pool.layer_tables[layer]]
+        assert table == Table(location.group, location.parts, location.part)
+        if location.group > 2:  # there are no blocks for it
+            continue
+        blocks = (location.group, 6 - location.group)
+        rows = [block * table.parts + table.part for block in blocks]
+        for tensor in (pool.keys[layer], pool.values[layer]):
+            assert len(tensor) == 7 * location.parts
+            seen, generator = tensor.view(torch.uint8), torch.Generator().manual_seed(layer)
+            assert not seen[rows].any()
+            shape = (len(rows), *seen.shape[1:])
+            numbers = torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
+            seen[rows] = numbers
+            stored.append((seen, rows, numbers))
+    assert all(torch.equal(seen[rows], numbers) for seen, rows, numbers in stored)
+    assert pool.null_blocks == [6 * table.parts + table.part for table in pool.tables]
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_the_kernel_s_caches_are_the_tensors_of_their_layers(name):
+    if PARTS[name][0].dtype == "float8_e4m3fn":
+        pytest.skip("the kernel reads no 8-bit floats")
+    pool = pool_of_parts(name)
+    for (keys, values), *tensors in zip(pool.arrays, pool.keys, pool.values, strict=True):
+        for array, tensor in zip((keys, values), tensors, strict=True):
+            assert array.shape == tuple(tensor.shape)
+            assert array.__array_interface__["data"][0] == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -310,3 +379,26 @@ def test_differences_of_blocks(dtype):
     small, broken = pool.differences([1, 1], [4, 5], 0)
     assert small == pytest.approx(2 / 32**0.5)
     assert math.isnan(broken)
+
+
+@pytest.mark.parametrize("name", ["twice", "int8 with scales", "three halves"])
+def test_differences_are_those_of_the_group_s_layers(name):
+    """The bytes that another group left in parts without a layer are no difference."""
+    pool = pool_of_parts(name)
+    for tensor in pool._memory.tensors:
+        tensor[1] = 9
+    last = len(pool.groups.windows) - 1
+    layers = [at for at, location in enumerate(pool.groups.locations) if location.group == last]
+    location, spec = pool.groups.locations[layers[-1]], pool.specs[layers[-1]]
+    assert location.part + 1 < location.parts
+    for layer in layers:
+        parts, part = pool.groups.locations[layer].parts, pool.groups.locations[layer].part
+        for tensor in (pool.keys[layer], pool.values[layer]):
+            for block in (0, 1, 2):
+                tensor[block * parts + part] = 1
+                if spec.dtype == "int8":
+                    tensor[block * parts + part, ..., -4:].view(torch.float32).fill_(1.0)
+    assert pool.differences([0, 0, 1], [1, 2, 2], last) == [0, 0, 0]
+    pool.values[layers[-1]][2 * location.parts + location.part, 1, 0, 0] += 1
+    (error,) = pool.differences([0], [2], last)
+    assert error == pytest.approx((3 * spec.num_kv_heads * spec.head_dim_v) ** -0.5)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.unit.models.decoder.tiny_models import RECURRENT, VOCABULARY, Tiny
+from tests.unit.models.gguf_of_model import MERGES, TOKENS
 from tests.unit.models.tiny_gguf import add_value
 
 _BY_NAME = {tiny.name: tiny for tiny in RECURRENT}
@@ -23,12 +24,10 @@ TINY = {
     "qwen3next": _tiny("qwen3_next", mlp_only_layers=[]),
     "qwen35": _tiny("qwen3_5"),
     "qwen35moe": _tiny("qwen3_5_moe"),
-    "granitehybrid": _tiny("granitemoehybrid"),
-    "granitehybrid-dense": _tiny(
-        "granitemoehybrid", num_local_experts=0, num_experts_per_tok=0, mamba_conv_bias=False
-    ),
-    "nemotron_h": _tiny("nemotron_h"),
-    "nemotron_h_moe": _tiny("nemotron_h-experts"),
+    "granitehybrid": _tiny("granitemoehybrid", position_embedding_type="nope"),
+    "granitehybrid-dense": _tiny("granitemoehybrid-dense", mamba_proj_bias=False),
+    "nemotron_h": _tiny("nemotron_h-dense"),
+    "nemotron_h_moe": _tiny("nemotron_h"),
     "falcon-h1": _tiny(
         "falcon_h1-scales", attention_bias=False, mamba_proj_bias=False, projectors_bias=False
     ),
@@ -60,7 +59,9 @@ def write(
         if value is not None:
             add_value(writer, f"{name}.{key}", value)
     add_value(writer, "tokenizer.ggml.model", "gpt2")
-    add_value(writer, "tokenizer.ggml.tokens", [f"t{number}" for number in range(VOCABULARY)])
+    tokens = [*TOKENS, *(f"t{number}" for number in range(len(TOKENS), VOCABULARY))]
+    add_value(writer, "tokenizer.ggml.tokens", tokens)
+    add_value(writer, "tokenizer.ggml.merges", MERGES)
     for key, numbers in (_tensors(name, model) | (extra or {})).items():
         is_float = numbers.ndim == 1 or "_inp." in key or "conv" in key.split(".")[-2]
         is_float |= key.endswith(("ssm_a", "ssm_d")) or "norm" in key

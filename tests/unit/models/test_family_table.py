@@ -3,6 +3,7 @@
 import pytest
 
 from pyengine.models.decoder.families import TABLE
+from pyengine.models.unsupported import _OWN_ONLY
 from tests.support.docs import table
 from tools.family_table import DOCUMENT, FALLBACK, OWN, REFUSED, families, status, with_table
 
@@ -13,7 +14,10 @@ _BY_HAND = {
     "olmo": FALLBACK,
     "glm": FALLBACK,
     "gemma3": FALLBACK,
-    "qwen3_5": REFUSED,
+    "qwen3_5": OWN,
+    "jamba": OWN,
+    "mamba2": REFUSED,
+    "minimax": REFUSED,
     "bert": REFUSED,
     "bart": REFUSED,
     "rwkv": REFUSED,
@@ -38,6 +42,13 @@ def test_the_page_has_each_family_once() -> None:
 @pytest.mark.parametrize("family", _BY_HAND)
 def test_a_family_runs_as_the_page_says(family: str) -> None:
     assert status(family)[0] == ROWS[family][0] == _BY_HAND[family]
+
+
+def test_refusals_of_layers_say_what_is_missing() -> None:
+    lines = [why for kind, why in ROWS.values() if kind == REFUSED]
+    of_layers = [why for why in lines if "layers of type" in why or "recurrent state" in why]
+    assert len(of_layers) > 20
+    assert all("; pyengine has no " in why and _OWN_ONLY not in why for why in of_layers)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from pyengine.models.decoder.families.parts import (
     decoder,
     gated,
     layer_count,
+    layer_numbers,
     pre_norm,
     recurrent_layers,
     refuse_other_models,
@@ -196,10 +197,10 @@ def _kimi_linear(settings: Settings) -> DecoderSpec:
 
 def _kimi_attending(settings: Settings, section: Settings | None) -> list[bool]:
     """True for each layer with attention: by `layer_types`, or by numbers from 1 on."""
-    attending: list[Any] | None = None
+    attending: list[int] | None = None
     if section is not None:
-        attending = section.items("full_attn_layers", None)
-        section.items("kda_layers", None)
+        attending = layer_numbers(section, "full_attn_layers")
+        layer_numbers(section, "kda_layers")
     if settings.has("layer_types") or attending is None:
         keeps_state = recurrent_layers(settings, lambda layer: layer % 4 != 0 or layer == 0)
         return [not state for state in keeps_state]
@@ -209,7 +210,8 @@ def _kimi_attending(settings: Settings, section: Settings | None) -> list[bool]:
 def _kimi_attention(settings: Settings) -> LatentAttention:
     heads = settings.integer("num_attention_heads")
     without_rotation(settings)
-    settings.only("num_key_value_heads", heads, why="keys are expanded to all heads")
+    if (settings.optional_integer("num_key_value_heads") or heads) != heads:
+        settings.refuse("num_key_value_heads", f"latent attention expands keys to {heads} heads")
     plain, shared = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
     settings.only("qk_head_dim", plain + shared, why="it is the sum of the two")
     return LatentAttention(
@@ -447,6 +449,7 @@ FAMILIES = (
             "intermediate_size": 9216,
             "moe_intermediate_size": 1024,
             "num_hidden_layers": 27,
+            "num_key_value_heads": 32,
             "max_position_embeddings": 1048576,
             "rms_norm_eps": 1e-5,
             "n_shared_experts": 1,
@@ -470,7 +473,6 @@ FAMILIES = (
         },
         _KIMI_NAMES,
         {
-            **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), "no head rotates"),
             "head_dim": "the other sizes of heads count",
             "ep_size": "for training",
         },

@@ -1,5 +1,6 @@
 """Families of attention mixed with short convolutions: LFM2, dense and with experts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pyengine.models.decoder.families.experts import expert_names, routed
@@ -10,6 +11,7 @@ from pyengine.models.decoder.families.parts import (
     attention,
     decoder,
     layer_count,
+    layer_numbers,
     pre_norm,
     recurrent_layers,
     rms,
@@ -20,7 +22,7 @@ from pyengine.models.decoder.settings import Settings
 from pyengine.models.decoder.spec import MLP, DecoderSpec, Experts, FeedForward, QueryKeyNorm
 
 
-def _decoder(settings: Settings, parts: list[FeedForward], attending: list[Any]) -> DecoderSpec:
+def _decoder(settings: Settings, parts: list[FeedForward], attending: Sequence[int]) -> DecoderSpec:
     """The spec of layers with these feed-forward parts; `attending` are the layers that attend."""
     norm = rms(settings, "norm_eps")
     mixer = attention(settings, query_key_norm=QueryKeyNorm(norm=norm, over="head"))
@@ -45,9 +47,9 @@ def _lfm2(settings: Settings) -> DecoderSpec:
         if factor is not None:
             size = -(-int(factor * size) // multiple) * multiple
     settings.pass_over(dict.fromkeys(("block_multiple_of", "block_ffn_dim_multiplier"), "not used"))
-    attending = settings.items("full_attn_idxs", None)
+    attending = layer_numbers(settings, "full_attn_idxs")
     parts: list[FeedForward] = [MLP(size=size, activation="silu")] * count
-    return _decoder(settings, parts, list(range(count)) if attending is None else attending)
+    return _decoder(settings, parts, range(count) if attending is None else attending)
 
 
 def _lfm2_moe(settings: Settings) -> DecoderSpec:

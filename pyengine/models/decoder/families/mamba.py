@@ -85,6 +85,7 @@ def _granitemoehybrid(settings: Settings) -> DecoderSpec:
     if settings.integer("num_local_experts", 0):
         routing = routed(settings, "num_local_experts", "chosen")
         part = Experts(routing=routing, mlp=gated(settings), shared=shared)
+    settings.pass_over(dict.fromkeys(("intermediate_size", "num_experts_per_tok"), _OF_EXPERTS))
     return granite_decoder(settings, [mamba if state else mixer for state in keeps_state], part)
 
 
@@ -118,6 +119,7 @@ def _nemotron_h(settings: Settings) -> DecoderSpec:
     parts["mlp"]["feed_forward"] = _plain(settings, "intermediate_size")
     if "moe" in kinds:
         parts["moe"]["feed_forward"] = _nemotron_experts(settings)
+    settings.pass_over(_NEMOTRON_EXPERTS)
     return decoder(settings, [Layer(**parts[kind]) for kind in kinds], norm)
 
 
@@ -168,14 +170,14 @@ def _falcon_h1(settings: Settings) -> DecoderSpec:
     has_norm, gates_last = settings.flag("mamba_rms_norm"), settings.flag("mamba_norm_before_gate")
     groups = settings.integer("mamba_n_groups")
     gated_norm = GatedNorm(size=width // groups, eps=norm.eps, gates_first=not gates_last)
-    scales = settings.numbers("ssm_multipliers", 5) if settings.has("ssm_multipliers") else None
+    scales = settings.numbers("ssm_multipliers", 5) if settings.has("ssm_multipliers") else ()
     mamba = _mamba2(
         settings,
         width,
         norm.eps,
         norm=gated_norm if has_norm else None,
         out_bias=settings.flag("projectors_bias"),
-        scales=scales,
+        scales=None if set(scales) <= {1.0} else scales,
         input_scale=number("ssm_in_multiplier"),
         output_scale=number("ssm_out_multiplier"),
     )
@@ -230,6 +232,7 @@ def _jamba(settings: Settings) -> DecoderSpec:
     experts: FeedForward = part
     if settings.integer("num_experts") > 1:
         experts = Experts(routing=routed(settings, "num_experts"), mlp=part)
+    settings.pass_over({"num_experts_per_tok": _OF_EXPERTS})
     attends, is_sparse = (
         _every(settings, f"{kind}_layer_period", f"{kind}_layer_offset", count)
         for kind in ("attn", "expert")
@@ -249,6 +252,15 @@ def _every(settings: Settings, period: str, offset: str, count: int) -> list[boo
     return [layer % size == first for layer in range(count)]
 
 
+_OF_EXPERTS = "there are none, or it is read"
+_NEMOTRON_EXPERTS = dict.fromkeys(
+    (
+        *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("moe_shared_expert_intermediate_size", "moe_latent_size", "topk_group"),
+        *("routed_scaling_factor", "n_group", "norm_topk_prob"),
+    ),
+    _OF_EXPERTS,
+)
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _RENAMED = {"mamba": "linear_attention", "attention": "full_attention"}
 _NEMOTRON_ONLY = {
@@ -348,10 +360,6 @@ FAMILIES = (
         {
             **_KERNELS,
             **dict.fromkeys(("normalization_function", "init_method"), NOT_READ),
-            **dict.fromkeys(
-                ("rope_theta", "rope_scaling", "rope_parameters"), "of heads that rotate"
-            ),
-            **dict.fromkeys(("intermediate_size", "num_experts_per_tok"), "of experts, if any"),
         },
         {"layers_block_type": "layer_types"},
     ),
@@ -413,23 +421,11 @@ FAMILIES = (
             **dict.fromkeys(("expand", "n_shared_experts", "moe_shared_expert_overlap"), NOT_READ),
             **dict.fromkeys(("rms_norm_eps", "hidden_act"), NOT_READ),
             **dict.fromkeys(
-                ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-                "no head rotates",
-            ),
-            **dict.fromkeys(
                 (
                     *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
                     "num_nextn_predict_layers",
                 ),
                 "for speculation",
-            ),
-            **dict.fromkeys(
-                (
-                    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-                    *("moe_shared_expert_intermediate_size", "moe_latent_size", "topk_group"),
-                    *("routed_scaling_factor", "n_group", "norm_topk_prob"),
-                ),
-                "of experts, if any",
             ),
         },
         {"attention_head_dim": "head_dim"},
@@ -514,8 +510,6 @@ FAMILIES = (
         {
             **_KERNELS,
             **_LOGITS,
-            "num_experts_per_tok": "of experts, if any",
-            **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), "no head rotates"),
         },
         {"num_local_experts": "num_experts"},
     ),

@@ -248,6 +248,7 @@ def attention(
 
 def without_rotation(settings: Settings) -> None:
     """Accept any rotary settings: no head of the model rotates."""
+    settings.pass_over(dict.fromkeys(ROPE_DEFAULTS, "no head rotates"))
     if (section := rope_section(settings)) is not None:
         section.pass_over(dict.fromkeys(section.names, "no head rotates"))
 
@@ -258,6 +259,14 @@ def layer_count(settings: Settings) -> int:
     if count > MAX_LAYERS:
         settings.refuse("num_hidden_layers", f"a model has at most {MAX_LAYERS}")
     return count
+
+
+def layer_numbers(settings: Settings, key: str) -> list[int] | None:
+    """The numbers of some layers, or null."""
+    numbers = settings.items(key, None)
+    if numbers is not None and not all(type(number) is int for number in numbers):
+        settings.refuse(key, "it must be a list of numbers of layers")
+    return numbers
 
 
 def gated(

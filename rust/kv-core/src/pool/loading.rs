@@ -57,4 +57,11 @@ impl Pool {
             None => self.forget(block),
         }
     }
+    /// Ends the transfer of a snapshot's blocks.
+    pub(crate) fn end_loading_snapshot(&mut self, blocks: &[BlockId]) {
+        self.loading -= blocks.len();
+        for &block in blocks {
+            self.queue.meta_mut(block).loading = false;
+        }
+    }
 }

@@ -247,6 +247,12 @@ impl Pool {
         }
     }
 
+    /// Whether the snapshot at a position is spare.
+    pub(crate) fn is_spare(&self, position: NodePosition) -> bool {
+        let mut blocks = self.snapshot_at(position).unwrap_or_default().iter();
+        blocks.any(|&block| self.queue.meta(block).list == List::Spare)
+    }
+
     fn is_recent(&self, block: BlockId) -> bool {
         self.is_queued(block) && self.queue.meta(block).list != List::Spare
     }

@@ -157,7 +157,7 @@ impl State {
         let replay = request.replay;
         if self.find_match(seq_idx, Purpose::Prefill { replay }) {
             if self.pool.any_loading()
-                && let Some(transfer) = self.awaited_transfer(seq_idx)
+                && let Some(transfer) = self.awaited_transfer(seq_idx, replay)
             {
                 return Prefill::Loading { transfer };
             }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 
 use crate::check::ensure;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, NodePosition};
 use crate::state::State;
 
 impl State {
@@ -36,8 +36,25 @@ impl State {
                     format!("transfer {serial} fills {to_fill:?}, cached as {cached:?}")
                 })?;
             }
-            let loading = open.loading.iter().map(|loading| loading.block);
-            for block in loading.chain(open.held.iter().copied()) {
+            if let Some(snapshot) = &open.snapshot {
+                for &block in &snapshot.blocks {
+                    let is_its = self.pool.is_loading(block) && loading.insert(block);
+                    let is_cached = self.pool.cached_info(block).is_some();
+                    ensure(is_its && !is_cached, || {
+                        format!(
+                            "transfer {serial} fills {block:?} of a snapshot, which is not its own"
+                        )
+                    })?;
+                }
+                let tree = self.pool.tree();
+                let is_held = snapshot.position == NodePosition::NONE
+                    || (tree.contains(snapshot.position)
+                        && tree.blocks(snapshot.position).count() == tree.groups());
+                ensure(is_held, || {
+                    format!("transfer {serial} fills a snapshot after a block that is not cached")
+                })?;
+            }
+            for block in open.blocks().chain(open.held.iter().copied()) {
                 *counts.entry(block).or_default() += 1;
             }
         }

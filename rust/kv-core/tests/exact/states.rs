@@ -1,8 +1,8 @@
 //! Snapshots of states: where they are kept, what a match continues, and which ones go first.
 
 use kv_core::{
-    BlockId, BlockManager, Config, Error, Miss, MissReason, Prefill, SeqHandle, StateConfig,
-    StateCopy,
+    BlockId, BlockManager, Config, Error, Miss, MissReason, Prefill, Reserve, SeqHandle,
+    StateConfig, StateCopy, Transfer,
 };
 
 use crate::tools::{PLENTY, begin, commit, decoded, prompt, sequence, settings, with};
@@ -377,4 +377,146 @@ fn pairs(num_blocks: usize, num_pairs: u32) -> usize {
 fn a_second_request_computes_at_most_a_block_and_the_cadence_again() {
     let (large, full) = (pairs(60_000, 1_000), pairs(1_000, 1_000));
     println!("at most {large} tokens again in a large pool, {full} in a full one");
+}
+
+/// The snapshot at the end of the first `num_tokens` tokens of a sequence, with all blocks that it needs.
+fn reserved(m: &mut BlockManager, seq: &SeqHandle, num_tokens: usize) -> Transfer {
+    let answer = m.reserve(seq.key(), num_tokens).expect("at rest");
+    let Reserve::Reserved(transfer) = answer else {
+        panic!("{answer:?}");
+    };
+    m.check().expect("sound");
+    transfer
+}
+
+/// Indices and layer groups of the blocks to fill.
+fn parts(transfer: &Transfer) -> Vec<(usize, usize)> {
+    let blocks = transfer.blocks().iter();
+    blocks.map(|block| (block.index, block.group)).collect()
+}
+
+#[test]
+fn a_transfer_restores_a_prefix_and_its_snapshot() {
+    let mut m = stateful(64);
+    let seq = sequence(&mut m, prompt(22));
+    let transfer = reserved(&mut m, &seq, 17);
+    assert_eq!(transfer.indices(), 0..4);
+    assert_eq!(
+        parts(&transfer),
+        [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (3, 1)]
+    );
+    let plan = begin(&mut m, PLENTY);
+    let answer = m.prefill(plan.key(), seq.key(), PLENTY, None);
+    assert_eq!(answer, Ok(Prefill::Loading { transfer: 1 }));
+    m.rollback(plan.key()).expect("the newest");
+    let all = transfer.filled_indices(transfer.blocks());
+    assert_eq!(all, Ok(4));
+    assert_eq!(m.complete(transfer.key(), 4), Ok(0));
+    m.check().expect("sound");
+    assert_eq!(
+        (m.state_usage().snapshots, m.stats().restored_blocks),
+        (1, 6)
+    );
+    assert_eq!(steps(&mut m, &seq, PLENTY), [(16, 22, vec![16], vec![])]);
+    // All of it is there now.
+    let other = sequence(&mut m, prompt(22));
+    let answer = m.reserve(other.key(), 16);
+    assert!(matches!(answer, Ok(Reserve::NotNeeded)), "{answer:?}");
+}
+
+#[test]
+fn a_transfer_restores_a_snapshot_alone() {
+    let mut m = stateful(64);
+    drop(sequence(&mut m, prompt(42)));
+    let first = sequence(&mut m, prompt(42));
+    steps(&mut m, &first, PLENTY); // snapshots at 16, 32, 40
+    let seq = sequence(&mut m, diverging(30, 34));
+    let transfer = reserved(&mut m, &seq, 28);
+    assert_eq!(
+        (transfer.indices(), parts(&transfer)),
+        (6..7, vec![(6, 1); 2])
+    );
+    let other = sequence(&mut m, diverging(29, 34));
+    let answer = m.reserve(other.key(), 28);
+    assert!(
+        matches!(answer, Ok(Reserve::Loading { transfer: 1 })),
+        "{answer:?}"
+    );
+    // A prompt that ends before it does not wait.
+    let shorter = sequence(&mut m, prompt(28));
+    assert_eq!(steps(&mut m, &shorter, PLENTY)[0].0, 16);
+    let plan = begin(&mut m, PLENTY);
+    let answer = m.prefill(plan.key(), other.key(), PLENTY, None);
+    assert_eq!(answer, Ok(Prefill::Loading { transfer: 1 }));
+    m.rollback(plan.key()).expect("the newest");
+    assert_eq!(m.complete(transfer.key(), 1), Ok(0));
+    m.check().expect("sound");
+    assert_eq!(steps(&mut m, &other, PLENTY)[0].0, 28);
+}
+
+#[test]
+fn a_transfer_without_its_snapshot_leaves_the_blocks() {
+    let mut m = stateful(64);
+    let seq = sequence(&mut m, prompt(22));
+    let transfer = reserved(&mut m, &seq, 16);
+    let filled = &transfer.blocks()[..5]; // half of the snapshot
+    assert_eq!(transfer.filled_indices(filled), Ok(3));
+    assert_eq!(m.complete(transfer.key(), 3), Ok(0));
+    m.check().expect("sound");
+    assert_eq!(m.state_usage().snapshots, 0);
+    assert_eq!(steps(&mut m, &seq, PLENTY)[0].0, 0);
+    let usage = m.usage();
+    assert_eq!(
+        (usage.loading, usage.free + usage.active + usage.evictable),
+        (0, 64)
+    );
+}
+
+#[test]
+fn an_abandoned_snapshot_is_not_awaited_and_never_cached() {
+    let mut m = stateful(64);
+    let first = sequence(&mut m, prompt(42));
+    steps(&mut m, &first, PLENTY);
+    let seq = sequence(&mut m, diverging(30, 34));
+    let transfer = reserved(&mut m, &seq, 28);
+    m.abandon(transfer.key()).expect("open");
+    m.check().expect("sound");
+    assert_eq!(steps(&mut m, &seq, PLENTY)[0].0, 16);
+    let before = m.state_usage().snapshots;
+    assert_eq!(m.complete(transfer.key(), 1), Ok(0));
+    m.check().expect("sound");
+    assert_eq!(m.state_usage().snapshots, before);
+}
+
+#[test]
+fn what_has_begun_or_waits_for_a_step_is_not_restored() {
+    let mut m = stateful(64);
+    let seq = sequence(&mut m, prompt(42));
+    let plan = begin(&mut m, PLENTY);
+    m.prefill(plan.key(), seq.key(), PLENTY, None)
+        .expect("planned");
+    let other = sequence(&mut m, prompt(42));
+    // Blocks and a snapshot alone are of no use, so it is all or nothing.
+    let answer = m.reserve(other.key(), 40);
+    assert!(matches!(answer, Ok(Reserve::NotNeeded)), "{answer:?}");
+    commit(&mut m, plan.key());
+    let answer = m.reserve(seq.key(), 40);
+    assert!(matches!(answer, Ok(Reserve::NotNeeded)), "{answer:?}");
+}
+
+#[test]
+fn snapshots_on_a_path_are_named_by_their_positions() {
+    let mut m = stateful(64);
+    let seq = sequence(&mut m, prompt(42)); // 16 and 32 are spare
+    steps(&mut m, &seq, PLENTY);
+    assert_eq!(m.snapshot_positions(&prompt(42), b""), Ok(vec![40]));
+    let other = sequence(&mut m, diverging(26, 34));
+    steps(&mut m, &other, PLENTY); // 16 was used, and 24 is a branch point
+    assert_eq!(m.snapshot_positions(&prompt(42), b""), Ok(vec![16, 24, 40]));
+    assert_eq!(
+        m.snapshot_positions(&diverging(26, 34), b""),
+        Ok(vec![16, 24, 32])
+    );
+    assert_eq!(m.snapshot_positions(&prompt(42), b"other"), Ok(vec![]));
+    assert_eq!(m.snapshot_positions(&prompt(39), b""), Ok(vec![16, 24]));
 }

@@ -103,8 +103,21 @@ pub(crate) struct Load {
     end: usize,
     /// By logical block, then by layer group.
     pub(crate) loading: Vec<(usize, usize, u32)>,
+    /// The blocks of a snapshot, and its prefix, unless the transfer was abandoned.
+    snapshot: Option<(Option<PrefixKey>, Vec<u32>)>,
     /// The cached blocks before and among them, in this order.
     held: Vec<u32>,
+}
+
+impl Load {
+    /// All blocks that it fills.
+    fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
+        let snapshot = self.snapshot.iter().flat_map(|(_, blocks)| blocks);
+        self.loading
+            .iter()
+            .map(|loading| loading.2)
+            .chain(snapshot.copied())
+    }
 }
 
 /// The answer to a reservation.
@@ -206,7 +219,7 @@ impl Model {
 
     /// The transfer that is to fill a block.
     fn loading(&self, block: u32) -> Option<u64> {
-        let fills = |load: &Load| load.loading.iter().any(|loading| loading.2 == block);
+        let fills = |load: &Load| load.blocks().any(|loading| loading == block);
         let mut loads = self.loads.iter();
         loads
             .find(|(_, load)| fills(load))
@@ -231,7 +244,7 @@ impl Model {
             .filter(|&block| self.seq_refs(block) > 0)
             .count();
         let free = self.queue.len() - evictable;
-        let loading = self.loads.values().map(|load| load.loading.len()).sum();
+        let loading = self.loads.values().map(|load| load.blocks().count()).sum();
         PoolUsage {
             free,
             evictable,
@@ -1303,20 +1316,17 @@ impl Model {
     pub(crate) fn reserve(&mut self, seq: u64, num_tokens: usize) -> Answer {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let stands = s.computed == s.registered * size && s.table.len() == s.registered;
-        if !stands || !self.caching || !s.read_cache {
+        let has_begun = self.state.is_some() && s.ahead > 0;
+        if !stands || has_begun || !self.caching || !s.read_cache {
             return Answer::NotNeeded;
         }
         let is_ready = |block| self.is_ready(block);
-        let matched = match self.state {
-            None => self.matched(s.namespace, &s.tokens, s.registered, 0, is_ready),
-            Some(_) => {
-                let limits = (s.ahead, s.tokens.len() - 1);
-                let (namespace, from) = (s.namespace, s.registered);
-                let found =
-                    self.matched_with_state(namespace, &s.tokens, from, 0, is_ready, limits);
-                found.indices
-            }
+        let whole = num_tokens.min(s.tokens.len()) / size;
+        let tokens = match self.state {
+            None => &s.tokens[..],
+            Some(_) => &s.tokens[..whole * size],
         };
+        let matched = self.matched(s.namespace, tokens, s.registered, 0, is_ready);
         let from = s.registered + matched.len();
         let known = |index: usize| -> Vec<Option<u32>> {
             let tokens = &s.tokens[..(index + 1) * size];
@@ -1325,42 +1335,77 @@ impl Model {
                 .map(|group| self.known(s.namespace, tokens, group))
                 .collect()
         };
-        let whole = num_tokens.min(s.tokens.len()) / size;
         let is_unready = |index: &usize| {
             let mut blocks = known(*index).into_iter().flatten();
             blocks.any(|block| !self.is_ready(block))
         };
         let unready = (from..whole).find(is_unready);
         let end = unready.unwrap_or(whole).max(from);
-        if unready == Some(from) {
-            let mut blocks = known(from).into_iter().flatten();
+        if let Some(unready) = unready
+            && (unready == from || self.state.is_some())
+        {
+            let mut blocks = known(unready).into_iter().flatten();
             let loading = blocks.find_map(|block| self.loading(block));
             return loading.map_or(Answer::NotNeeded, Answer::Loading);
         }
         let mut held: Vec<u32> = blocks(&s.table).chain(blocks(&matched)).collect();
+        let prefix = (s.namespace, s.tokens[..end * size].to_vec());
+        let mut loads_state = self.state.is_some() && end > 0;
+        if loads_state && let Some(snapshot) = self.snapshots.get(&prefix) {
+            held.extend(&snapshot.blocks);
+            loads_state = false;
+        }
+        let loads_it = |load: &Load| match &load.snapshot {
+            Some((of, _)) => of.as_ref() == Some(&prefix),
+            None => false,
+        };
+        let mut loads = self.loads.iter();
+        if loads_state && let Some((&transfer, _)) = loads.find(|(_, load)| loads_it(load)) {
+            return Answer::Loading(transfer);
+        }
+        // A snapshot needs its last block in every layer group.
+        let first = match loads_state {
+            true => from.min(end - 1),
+            false => from,
+        };
         let mut missing = Vec::new();
-        for index in from..end {
+        for index in first..end {
             for (group, block) in known(index).into_iter().enumerate() {
+                let is_read = index >= self.first_index(group, end);
                 match block {
+                    Some(block) if index < from && held.contains(&block) => {}
                     Some(block) => held.push(block),
-                    None if index >= self.first_index(group, end) => missing.push((index, group)),
+                    None if is_read || loads_state && index == end - 1 => {
+                        missing.push((index, group));
+                    }
                     None => {}
                 }
             }
         }
-        if missing.is_empty() {
+        let num_state_blocks = match loads_state {
+            true => self.state.map_or(0, |state| state.blocks),
+            false => 0,
+        };
+        if missing.len() + num_state_blocks == 0 {
             return Answer::NotNeeded;
         }
         let revived = held.iter().filter(|block| self.queue.contains(block));
-        let (needed, available) = (missing.len() + revived.count(), self.queue.len());
+        let (needed, available) = (
+            missing.len() + num_state_blocks + revived.count(),
+            self.queue.len(),
+        );
         if needed > available {
             return Answer::NoRoom(needed, available);
         }
         held.iter().for_each(|&block| self.unqueue(block));
+        if let Some(held) = self.snapshots.get_mut(&prefix) {
+            held.is_spare = false;
+        }
         let loading = missing.into_iter();
         let loading: Vec<_> = loading
             .map(|(index, group)| (index, group, self.allocate()))
             .collect();
+        let of_state: Vec<u32> = (0..num_state_blocks).map(|_| self.allocate()).collect();
         for &(index, group, block) in &loading {
             let tokens = s.tokens[..(index + 1) * size].to_vec();
             self.cached_blocks
@@ -1369,13 +1414,16 @@ impl Model {
         self.num_loads += 1;
         let load = Load {
             seq,
-            from,
+            from: first,
             end,
             loading: loading.clone(),
+            snapshot: loads_state.then(|| (Some(prefix), of_state.clone())),
             held,
         };
         self.loads.insert(self.num_loads, load);
-        Answer::Reserved(loading)
+        let of_state = of_state.into_iter();
+        let of_state = of_state.map(|block| (end - 1, self.groups.len(), block));
+        Answer::Reserved(loading.into_iter().chain(of_state).collect())
     }
 
     /// The logical blocks of a transfer.
@@ -1386,8 +1434,11 @@ impl Model {
 
     /// Whether others can meet the blocks of a transfer.
     pub(crate) fn is_awaited(&self, load: u64) -> bool {
-        let loading = &self.loads[&load].loading;
-        loading.iter().all(|loading| self.is_cached(loading.2))
+        let load = &self.loads[&load];
+        let mut loading = load.loading.iter();
+        let snapshot = load.snapshot.as_ref();
+        loading.all(|loading| self.is_cached(loading.2))
+            && snapshot.is_none_or(|(prefix, _)| prefix.is_some())
     }
 
     /// Returns the tokens that its sequence reuses.
@@ -1403,11 +1454,16 @@ impl Model {
                 restored += 1;
             }
         }
-        let loading = ended.loading.iter().map(|loading| loading.2);
-        let held: Vec<u32> = ended.held.iter().copied().chain(loading).collect();
+        let held: Vec<u32> = ended.held.iter().copied().chain(ended.blocks()).collect();
+        if end == ended.end
+            && let Some((Some(prefix), blocks)) = &ended.snapshot
+        {
+            self.restore_snapshot(prefix, blocks);
+        }
         // Nothing is loading any more, and everything is held until its sequence has reused it.
         let last = Load {
             loading: Vec::new(),
+            snapshot: None,
             held: held.clone(),
             ..ended
         };
@@ -1428,6 +1484,9 @@ impl Model {
         let load = self.loads.get_mut(&load).expect("open");
         let held = std::mem::take(&mut load.held);
         let loading = load.loading.clone();
+        if let Some((prefix, _)) = &mut load.snapshot {
+            *prefix = None;
+        }
         for (_, _, block) in loading {
             self.cached_blocks.retain(|_, block_id| *block_id != block);
         }

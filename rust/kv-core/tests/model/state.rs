@@ -2,13 +2,13 @@
 
 use kv_core::{Explanation, Miss, MissReason, Prefill, PrefillRequest, StateConfig};
 
-use super::{EntryKind, LogicalBlock, Model, PrefixKey, Seq, blocks};
+use super::{EntryKind, Load, LogicalBlock, Model, PrefixKey, Seq, blocks};
 
 /// A cached snapshot.
 #[derive(Clone, Debug)]
 pub(super) struct Snapshot {
-    blocks: Vec<u32>,
-    is_spare: bool,
+    pub(super) blocks: Vec<u32>,
+    pub(super) is_spare: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -58,6 +58,31 @@ impl Model {
     pub(super) fn is_spare(&self, block: u32) -> bool {
         let mut all = self.snapshots.values();
         all.any(|snapshot| snapshot.is_spare && snapshot.blocks.contains(&block))
+    }
+
+    /// Caches a snapshot that a transfer has filled, unless its prefix has one.
+    pub(super) fn restore_snapshot(&mut self, prefix: &PrefixKey, blocks: &[u32]) {
+        let snapshot = Snapshot {
+            blocks: blocks.to_vec(),
+            is_spare: false,
+        };
+        self.snapshots.entry(prefix.clone()).or_insert(snapshot);
+    }
+
+    /// The transfer that is to fill a snapshot after the start of a match, and at most at `cap`.
+    fn awaited_snapshot(&self, s: &Seq, found: &Found, cap: usize) -> Option<u64> {
+        let cap = cap.min((s.registered + found.indices.len()) * self.block_size);
+        let is_awaited = |load: &Load| match &load.snapshot {
+            Some((Some((namespace, tokens)), _)) => {
+                let is_prefix = *namespace == s.namespace && s.tokens.starts_with(tokens);
+                is_prefix && found.start < tokens.len() && tokens.len() <= cap
+            }
+            _ => false,
+        };
+        let mut loads = self.loads.iter();
+        loads
+            .find(|(_, load)| is_awaited(load))
+            .map(|(&number, _)| number)
     }
 
     pub(super) fn drop_snapshot(&mut self, prefix: &PrefixKey) {
@@ -213,6 +238,11 @@ impl Model {
             found = self.matched_with_state(s.namespace, &s.tokens, from, replay, |_| true, limits);
         }
         if let Some(transfer) = blocks(&found.indices).find_map(|block| self.loading(block)) {
+            return Prefill::Loading { transfer };
+        }
+        let end = (s.registered + found.indices.len()) * self.block_size;
+        let cap = (s.tokens.len() - 1).min(end.saturating_sub(request.replay));
+        if may_match && let Some(transfer) = self.awaited_snapshot(&s, &found, cap) {
             return Prefill::Loading { transfer };
         }
         let is_ready = |block| self.is_ready(block);

@@ -10,6 +10,7 @@ from pyengine.attention.backend import AttentionBackend, StepInputs
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.kv_cache.layer_groups import choose_layer_groups
+from pyengine.kv_cache.part_tables import PartTables
 from pyengine.kv_cache.pool import KVPool
 from pyengine.kv_cache.states import StateInputs, StatePool
 from pyengine.models.decoder.decoder import Decoder
@@ -49,7 +50,7 @@ class Runner:
     ) -> None:
         self.decoder, spec = decoder, decoder.spec
         specs = spec.cache_specs(dtype_of(dtype))
-        groups = choose_layer_groups(spec.windows, specs, _LONGEST)
+        groups = choose_layer_groups(spec.windows, [each.token_bytes for each in specs], _LONGEST)
         self.pool = KVPool(specs, _NUM_BLOCKS, BLOCK, CPU, groups)
         self.backend = backend(self.pool)
         self.states = StatePool(spec.state_specs, _NUM_SLOTS, CPU)
@@ -115,12 +116,14 @@ class Runner:
         tables = np.array(
             [[seq.tables[group] for seq, _ in chunks] for group in range(len(slots))], np.int32
         )
+        parts = PartTables(self.pool.tables, BLOCK)
+        tables, slots = parts.block_tables(tables), parts.slots(np.array(slots))
         starts = np.cumsum([0, *(count for _, count in chunks)], dtype=np.int32)
         lengths = np.array([span.stop for _, span in spans], np.int32)
         return StepInputs(
             input_ids=torch.tensor([seq.tokens[at] for seq, span in spans for at in span]),
             positions=torch.tensor([at for _, span in spans for at in span]),
-            slot_mapping=torch.tensor(slots),
+            slot_mapping=torch.from_numpy(slots),
             query_start_loc=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(lengths),
             block_tables=torch.from_numpy(tables),

@@ -57,7 +57,8 @@ def test_each_tensor_that_is_missing_is_named(
     family: str, edited: Callable[..., Path], first_of_family: list[Tiny], saved: Saved
 ) -> None:
     tiny = next(tiny for tiny in first_of_family if tiny.family == family)
-    names = list(load_file(saved(tiny)[0] / "model.safetensors"))
+    tensors = load_file(saved(tiny)[0] / "model.safetensors")
+    names = [name for name in tensors if ".visual." not in name]
     for name in {names[0], names[len(names) // 3], names[-1]}:
         folder = edited(tiny.name, lambda tensors, name=name: tensors.pop(name))
         with pytest.raises(ModelLoadError) as caught:

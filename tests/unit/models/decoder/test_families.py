@@ -21,9 +21,11 @@ from pyengine.models.decoder.loading import open_model, read_spec, spec_of
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.support.processes import run_python
 from tests.unit.models.decoder.steps import CPU, Runner, generate
-from tests.unit.models.decoder.tiny_models import MODELS, Tiny
+from tests.unit.models.decoder.tiny_models import MODELS, RECURRENT, Tiny
 
 TOLERANCE = 2e-4
+_TOLERANCE_OF_STATES = 6e-4
+"""transformers' delta rules in float32 differ by up to 4e-4 from those in float64."""
 _MIN_SPREAD = 0.02
 """Deviation of logits below which a difference would not be seen."""
 Saved = Callable[[Tiny], tuple[Path, Any]]
@@ -34,6 +36,10 @@ SETS: dict[str, tuple[Callable[[], Kernels], type[AttentionBackend]]] = {
     "cpu": (lambda: CpuKernels(kernel_threads(torch.get_num_threads())), CpuBackend),
 }
 """Kernel sets, each with its backend of attention."""
+
+
+def tolerance_of(tiny: Tiny) -> float:
+    return _TOLERANCE_OF_STATES if tiny in RECURRENT else TOLERANCE
 
 
 @pytest.mark.parametrize("kernels", SETS)
@@ -52,7 +58,7 @@ def test_logits_and_tokens_are_those_of_transformers(
         actual = torch.stack(sequence.logits)
         assert expected.std() > _MIN_SPREAD
         assert len(actual) == len(expected) > len(prompts[0])
-        assert (actual - expected).abs().max() <= TOLERANCE
+        assert (actual - expected).abs().max() <= tolerance_of(tiny)
         assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
@@ -109,10 +115,13 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(
 
 
 @pytest.mark.skipif(not CpuAttention.is_fast(), reason="this processor has no AVX2 with FMA")
-@pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize(
+    "tiny", [tiny for tiny in MODELS if tiny not in RECURRENT], ids=lambda tiny: tiny.name
+)
 def test_bfloat16_on_the_cpu_is_as_close_to_float32_as_with_torch(
     tiny: Tiny, saved: Saved, prompts: list[list[int]]
 ) -> None:
+    """Models with states need longer prompts: see `test_recurrent_cpu.py`."""
     folder, dtype = saved(tiny)[0], torch.bfloat16
     exact, theirs, ours = (
         Runner(open_model(folder).decoder(TorchKernels(CPU, torch.float32))),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from pyengine import LLM, SamplingParams
 from pyengine.attention.cpu import CpuBackend
 from pyengine.cpu import CpuAttention
 from pyengine.cpu.threads import kernel_threads
@@ -16,10 +17,9 @@ from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.gguf_recurrent import RECURRENT_ARCHITECTURES
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from pyengine.models.gguf_file import GGUFFile
-from pyengine.models.loader import load_model
 from tests.unit.models.decoder.steps import CPU
 from tests.unit.models.decoder.test_gguf import _TOKENS, expected, logits
-from tests.unit.models.decoder.tiny_models import random_model
+from tests.unit.models.decoder.tiny_models import VOCABULARY, random_model
 from tests.unit.models.gguf_of_recurrent import TINY, write
 
 TOLERANCE = 3e-4
@@ -84,8 +84,19 @@ def test_every_architecture_is_tested() -> None:
     assert {name.removesuffix("-dense") for name in TINY} == set(RECURRENT_ARCHITECTURES)
 
 
-def test_the_engine_refuses_them(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write(path, "lfm2", random_model(TINY["lfm2"]))
-    with pytest.raises(ModelLoadError, match="keeps a recurrent state"):
-        load_model(path)
+@pytest.mark.parametrize("architecture", TINY)
+def test_an_engine_answers_from_the_file(architecture: str, tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model(TINY[architecture])
+    write(path, architecture, model)
+    tokens = torch.randint(3, VOCABULARY, (70,), generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
+    sizes = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    with LLM(path, device="cpu", **sizes) as llm:
+        outputs = [llm.generate([tokens.tolist()], params, use_tqdm=False)[0] for _ in range(2)]
+    with torch.inference_mode():
+        for _ in range(8):
+            logits = model(input_ids=tokens[None], use_cache=False).logits
+            tokens = torch.cat([tokens, logits[0, -1:].argmax(-1)])
+    for output in outputs:
+        assert list(output.outputs[0].token_ids) == tokens[70:].tolist()
+    assert [output.num_cached_tokens for output in outputs] == [0, 64]

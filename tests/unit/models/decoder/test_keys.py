@@ -103,15 +103,16 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
 ) -> None:
     import torch
 
-    from tests.unit.models.decoder.test_families import TOLERANCE
+    from tests.unit.models.decoder.test_families import tolerance_of
 
-    folder = saved_folder(tiny)
+    folder, tolerance = saved_folder(tiny), tolerance_of(tiny)
     values = configuration_in(folder)
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect}
+    no_effect = {*NO_EFFECT, *TABLE[tiny.family].no_effect} - TABLE[tiny.family].aliases.keys()
     before = ours(values, tmp_path)
     num_effects = 0
-    for path, value in changes(values):
+    walked = {key: value for key, value in values.items() if key not in _BOUNDS}
+    for path, value in changes(walked):
         what = f"{'.'.join(path)}={value!r}"
         try:
             expected = theirs(changed(values, path, value), tmp_path)
@@ -124,11 +125,15 @@ def test_a_changed_value_changes_the_logits_as_in_transformers(
             continue
         if expected is None or not expected.isfinite().all():
             continue  # transformers refuses more: it checks ids of tokens, for example
-        assert (actual - expected).abs().max() <= TOLERANCE, what
-        num_effects += bool((actual - before).abs().max() > TOLERANCE)
+        assert (actual - expected).abs().max() <= tolerance, what
+        num_effects += bool((actual - before).abs().max() > tolerance)
         if path[-1] in no_effect:
             assert torch.equal(actual, before), what
-    assert num_effects >= 2, "no value had an effect: the walk saw nothing"
+    assert num_effects >= 1, "no value had an effect: the walk saw nothing"
+
+
+_BOUNDS = {"time_step_limit", "time_step_min"}
+"""transformers bounds time steps in prompts and not afterwards; Nemotron-H's own code does not."""
 
 
 @pytest.mark.parametrize("family", sorted(TABLE))
@@ -171,7 +176,7 @@ def test_defaults_are_those_of_the_configuration_class(family: str) -> None:
         if key in _READ_OTHERWISE or name not in values:
             continue
         value = values[name]
-        if default is None and key in _FILLED_IN:
+        if default in (None, "auto") and key in _FILLED_IN:
             continue
         if key == "sliding_window" and row.defaults.get("use_sliding_window") is False:
             continue  # transformers removes it where it is not used
@@ -191,16 +196,13 @@ def _theta(defaults: Any) -> float:
 
 _READ_OTHERWISE = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 _FILLED_IN = {
-    "head_dim",
-    "layer_rope_theta",
-    "layer_types",
-    "mlp_layer_types",
-    "mlp_only_layers",
-    "no_rope_layers",
-    "per_layer_config",
-    "num_key_value_heads",
+    *("full_attn_idxs", "head_dim", "layer_rope_theta", "layer_types", "layers_block_type"),
+    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_value_head_dim", "mamba_d_head", "mamba_dt_rank", "mlp_layer_types"),
+    *("mlp_multipliers", "mlp_only_layers", "no_rope_layers", "num_key_value_heads"),
+    *("per_layer_config", "ssm_multipliers", "time_step_limit"),
 }
-"""Keys whose default depends on others, or is an empty list."""
+"""Keys whose default depends on others, or is a list."""
 
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)

@@ -15,8 +15,7 @@ from pyengine.models.decoder.cpu_numbers import Dtype
 from pyengine.models.decoder.loading import open_model
 from pyengine.models.decoder.torch_kernels import TorchKernels
 from tests.support.processes import run_python
-from tests.unit.models.decoder.steps import CPU, Runner, Running, generate
-from tests.unit.models.decoder.test_recurrent import check
+from tests.unit.models.decoder.steps import CPU, Runner, Running
 from tests.unit.models.decoder.tiny_models import RECURRENT, Tiny
 
 Saved = Callable[[Tiny], tuple[Path, Any]]
@@ -34,14 +33,6 @@ def runner_of(tiny: Tiny, saved: Saved, dtype: Dtype = "float32", threads: int =
 
 def bits(sequence: Running, first: int = 0) -> torch.Tensor:
     return torch.stack(sequence.logits[first:])
-
-
-@every_model
-def test_logits_and_tokens_are_those_of_transformers(
-    tiny: Tiny, saved: Saved, prompts: list[list[int]]
-) -> None:
-    for sequence in generate(runner_of(tiny, saved), prompts, 8):
-        check(saved(tiny)[1], sequence)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,24 +98,3 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 def test_states_on_cpus_need_no_torch() -> None:
     run_python(_IMPORTS)
-
-
-_OPEN_ALL = """
-import sys
-from pathlib import Path
-import torch
-from pyengine.models.decoder.loading import open_model
-from pyengine.models.decoder.torch_kernels import TorchKernels
-from tests.unit.models.decoder.steps import CPU, Runner, generate
-
-for folder in sys.argv[1:]:
-    decoder = open_model(Path(folder)).decoder(TorchKernels(CPU, torch.float32))
-    [answer] = generate(Runner(decoder), [[5, 6, 7]], 3)
-    print(*answer.tokens)
-assert "transformers" not in sys.modules, "transformers was imported"
-"""
-
-
-def test_folders_are_opened_and_answered_without_transformers(saved: Saved) -> None:
-    process = run_python(_OPEN_ALL, *(str(saved(tiny)[0]) for tiny in RECURRENT))
-    assert len(process.stdout.splitlines()) == len(RECURRENT)

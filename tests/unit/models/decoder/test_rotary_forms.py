@@ -14,6 +14,7 @@ import pytest
 from pyengine.errors import ModelLoadError
 from pyengine.models.decoder.families import TABLE
 from pyengine.models.decoder.loading import spec_of
+from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.transformers_calls import quiet_transformers
 from tests.support.without_torch import needs_torch
 from tests.unit.models.decoder.tiny_models import Tiny, text_of, with_text
@@ -62,8 +63,10 @@ def newest(values: dict[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     with quiet_transformers():
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values)))
-        form: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+        row: Any = CONFIG_MAPPING[values["model_type"]]
+        config = row.from_dict(json.loads(json.dumps(values)))
+        written = json.loads(config.to_json_string(use_diff=False))
+        form: dict[str, Any] = row._decode_special_floats(written)  # as when it reads a file
     return form
 
 
@@ -75,7 +78,7 @@ def configuration(tiny: Tiny) -> dict[str, Any]:
 @pytest.mark.parametrize("family", sorted(TABLE.keys() - {"gpt2"}))
 def test_each_form_means_what_transformers_reads(family: str, first_of_family: list[Tiny]) -> None:
     values = configuration(next(tiny for tiny in first_of_family if tiny.family == family))
-    specs = set()
+    specs, actual = set[DecoderSpec](), spec_of(values, "config.json")
     for form in forms(values):
         try:
             written = newest(form)
@@ -91,7 +94,8 @@ def test_each_form_means_what_transformers_reads(family: str, first_of_family: l
         rope = {key: value for key, value in text.items() if "rope" in key or "rota" in key}
         assert actual == replace(expected, saved_dtype=actual.saved_dtype), rope
         specs.add(actual)
-    assert len(specs) >= 3, "most forms were refused: the test saw nothing"
+    rotates = any(getattr(layer.attention, "rotary", None) for layer in actual.layers)
+    assert len(specs) >= (3 if rotates else 1), "most forms were refused: the test saw nothing"
 
 
 _TYPES = {

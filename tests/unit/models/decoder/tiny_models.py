@@ -197,7 +197,13 @@ RECURRENT = (
     Tiny(
         "granitemoehybrid",
         "granitemoehybrid",
-        {**_MAMBA2, **_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3},
+        {
+            **_MAMBA2,
+            **_GRANITE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "position_embedding_type": "rope",
+        },
     ),
     Tiny(
         "granitemoehybrid-dense",
@@ -207,18 +213,12 @@ RECURRENT = (
             **_GRANITE,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
-            "position_embedding_type": "rope",
             "mamba_proj_bias": True,
             "mamba_conv_bias": False,
         },
     ),
     Tiny(
         "nemotron_h",
-        "nemotron_h",
-        {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
-    ),
-    Tiny(
-        "nemotron_h-experts",
         "nemotron_h",
         {
             **_NEMOTRON,
@@ -231,6 +231,11 @@ RECURRENT = (
             "moe_latent_size": 20,
             "use_bias": True,
         },
+    ),
+    Tiny(
+        "nemotron_h-dense",
+        "nemotron_h",
+        {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]},
     ),
     Tiny("falcon_h1", "falcon_h1", _FALCON),
     Tiny(

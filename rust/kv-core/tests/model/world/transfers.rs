@@ -76,8 +76,18 @@ impl World {
     fn write(&mut self, load: &Load, num_blocks: usize) {
         let size = self.model.block_size;
         let end = load.transfer.indices().start + num_blocks;
+        let of_state = self.model.groups.len();
+        let mut parts = 0..;
         for loading in load.transfer.blocks() {
             self.states[loading.block.get() as usize] = None;
+            if loading.group == of_state {
+                let state = (load.namespace, load.tokens[..end * size].to_vec());
+                let part = parts.next().expect("few blocks");
+                let is_filled = num_blocks == load.transfer.indices().len();
+                self.states[loading.block.get() as usize] = is_filled.then_some((state, part));
+                self.kv[loading.block.get() as usize * size..][..size].fill(None);
+                continue;
+            }
             for offset in 0..size {
                 let position = loading.index * size + offset;
                 let kv = match loading.index < end {
