@@ -151,12 +151,12 @@ def _mix() -> None:
                 gates=gates,
             )
             for key_heads, by_channel in ((16, False), (32, True)):
-                query, key = (array(tokens, key_heads, 128, dtype=dtype) for _ in range(2))
+                keys = array(tokens, key_heads, 128, dtype=dtype)
                 value, gate = array(tokens, 32, 128, dtype=dtype), array(tokens, 32, dtype=dtype)
                 decay = array(tokens, 32 * 128, dtype=dtype) if by_channel else gate
                 rule = DeltaRule(array(32), array(decay.shape[1]), 1.0, False, 1e-6)
-                inputs = query, key, value, decay, gate
-                gated_delta(inputs, rule, array(3, 32, 128, 128), sequences)
+                parts = keys, keys.clone(), value, decay, gate
+                gated_delta(parts, rule, array(3, 32, 128, 128), sequences)
             x, time = array(tokens, 128, 64, dtype=dtype), array(tokens, 128, dtype=dtype)
             inner = array(tokens, 1, 128, dtype=dtype)
             space = SpaceWeights(array(128), array(128), array(128))
