@@ -29,6 +29,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pyengine/scheduler/pins.py": _SCHEDULER,
     "pyengine/scheduler/queue.py": _SCHEDULER,
     "pyengine/scheduler/shares.py": _SCHEDULER,
+    "pyengine/scheduler/states.py": _SCHEDULER,
     "pyengine/executor/executor.py": (
         "tests/unit/executor/test_device_queue.py",
         "tests/unit/engine/test_step_rows.py",
