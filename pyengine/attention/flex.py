@@ -77,8 +77,7 @@ class FlexBackend(AttentionBackend):
         self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
         self.num_pages = [(pool.num_blocks + 1) * table.parts for table in pool.tables]
         """The pages in the tensors, as the layers of each table see them."""
-        null = np.array(pool.null_blocks, np.int64)[:, None]
-        self.null_pages: torch.Tensor = upload(null, for_torch(pool.device))
+        self.null_pages = torch.tensor(pool.null_blocks, device=for_torch(pool.device))[:, None]
         """The null block in each table, `[tables, 1]`."""
 
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:

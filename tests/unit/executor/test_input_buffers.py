@@ -14,6 +14,7 @@ from pyengine.executor.input_buffers import (
     upload_at_once,
 )
 from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache.layer_groups import Table
 
 LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=4)
 
@@ -243,3 +244,47 @@ def test_tables_that_nobody_reads_on_the_device_are_not_copied(capacity: int) ->
     assert inputs.block_tables.shape == (7, ROWS, capacity)
     assert inputs.block_tables.untyped_storage().nbytes() == 4
     assert inputs.host_block_tables.ctypes.data == buffers.arrays.block_tables.ctypes.data
+
+
+PARTS = (Table(0, 1, 0), Table(1, 2, 0), Table(1, 2, 1))
+
+
+@pytest.mark.parametrize(("apart", "reads_tables"), [(False, True), (True, False), (True, True)])
+def test_layers_that_share_a_tensor_have_tables_and_slots_of_their_own(
+    apart: bool, reads_tables: bool
+) -> None:
+    limits = replace(LIMITS, num_groups=2, tables=PARTS)
+    backend = SimpleNamespace(shared_group=None, reads_tables=reads_tables)
+    buffers = InputBuffers(limits, 4, torch.device("cpu"), backend, apart=apart)
+    manager = BlockManager(16, 4, groups=(None, 3))
+    sequence = manager.sequence(range(14))
+    for chunk in (8, 8):
+        plan = manager.begin_step(chunk)
+        plan.prefill(sequence, chunk)
+        inputs = buffers.fill(plan).upload()
+        full, sliding = sequence.block_tables
+        plan.commit([1] * plan.num_samples)
+    assert manager.null_block in sliding
+    tables = [full, [2 * block for block in sliding], [2 * block + 1 for block in sliding]]
+    assert inputs.host_block_tables[:, 0, :4].tolist() == tables
+    assert buffers.tables[:, 0].tolist() == tables
+    assert inputs.slot_mapping.tolist() == [
+        [4 * table[position // 4] + position % 4 for position in range(8, 14)] for table in tables
+    ]
+    if reads_tables:
+        assert inputs.block_tables[:, 0, :4].tolist() == tables
+
+
+def test_padding_is_the_null_block_of_each_table() -> None:
+    limits = replace(LIMITS, num_groups=2, tables=PARTS)
+    backend = SimpleNamespace(shared_group=None, reads_tables=True)
+    buffers = InputBuffers(limits, 4, torch.device("cpu"), backend, apart=True)
+    padding = Padding(3, null_block=8)
+    fixed = buffers.fixed_inputs(padding)
+    assert fixed.block_tables[..., 0].tolist() == [[8] * 3, [16] * 3, [17] * 3]
+    assert (fixed.slot_mapping == -1).all() and fixed.slot_mapping.shape == (3, 3)
+    plan = Decodes([5], buffers, 4)
+    buffers.arrays.slot_mapping[:, 0] = 9
+    inputs = buffers.fill(plan, padding).upload()
+    assert inputs.block_tables[..., 0].tolist() == [[1, 8, 8], [2002, 16, 16], [2003, 17, 17]]
+    assert inputs.slot_mapping.tolist() == [[9, -1, -1], [17, -1, -1], [21, -1, -1]]
