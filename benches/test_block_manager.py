@@ -389,6 +389,19 @@ def _(world: World) -> Iterator[Timed]:
 look("BlockManager.usage", "1", "", lambda world: world.manager.usage())
 
 
+@case("BlockManager.snapshot_positions", "tokens", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    manager, plan = with_states(world)
+    plan.rollback()
+    sequence = manager.sequence(world.prompt)
+    samples = False
+    while not samples:
+        plan = manager.begin_step(BUDGET)
+        samples = getattr(plan.prefill(sequence, PROMPT), "samples", True)
+        plan.commit([0] if samples else [])
+    yield lambda: manager.snapshot_positions(world.prompt)
+
+
 @case("BlockManager.state_usage", "snapshots", "1 snapshot")
 def _(world: World) -> Iterator[Timed]:
     manager, plan = with_states(world)

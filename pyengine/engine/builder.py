@@ -207,11 +207,6 @@ def _refuse_with_states(settings: EngineSettings, name: str) -> None:
             f"speculation={settings.speculation!r}: {name} has layers that keep a state, which "
             "rejected drafts would have changed; leave speculation out"
         )
-    if settings.kv_cache_dir is not None or settings.kv_cache_host_memory is not None:
-        raise ConfigurationError(
-            f"kv_cache_dir, kv_cache_host_memory: {name} has layers that keep a state, which is "
-            "not stored; leave both out"
-        )
     if settings.compile:
         raise ConfigurationError(
             f"compile=True: {name} has layers that keep a state, which torch does not compile "
@@ -340,10 +335,13 @@ def _scheduler(setup: Setup, offloader: KVOffloader | None) -> Scheduler:
 def _offloader(
     setup: Setup, store: KVStore, pool: KVPool, inbox: Inbox, *, populate: bool
 ) -> KVOffloader:
-    fingerprints = _fingerprints(setup.settings, setup.loaded, setup.needs, setup.cache)
+    cache = setup.cache
+    fingerprints, of_state = _fingerprints(setup.settings, setup.loaded, setup.needs, cache)
+    state = None if of_state is None else (of_state, cache.snapshot_blocks)
     if not populate and (entries := store.stats()["readable_entries"]):
         pool.populate(entries // len(fingerprints))  # for what is to be restored
-    return KVOffloader(store, pool.block_memory(), setup.manager, fingerprints, inbox.put)
+    memory, manager = pool.block_memory(), setup.manager
+    return KVOffloader(store, memory, manager, fingerprints, inbox.put, state=state)
 
 
 def _verifier(setup: Setup, processor: InputProcessor, pool: KVPool) -> HitVerifier:
@@ -419,8 +417,11 @@ def _host_store(num_bytes: int, device: Device) -> KVStore:
 
 def _fingerprints(
     settings: EngineSettings, loaded: LoadedModel, needs: AttentionNeeds, cache: KVCacheConfig
-) -> list[bytes]:
-    """The fingerprint of each layer group: entries are those of this model alone."""
+) -> tuple[list[bytes], bytes | None]:
+    """The fingerprint of each layer group, and of snapshots if the model has states.
+
+    Entries are those of this model alone.
+    """
     properties = [
         ("layout", _STORED_LAYOUT),
         ("block size", str(cache.block_size).encode()),
@@ -431,10 +432,16 @@ def _fingerprints(
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
         *loaded.properties,
     ]
-    return [
+    of_groups = [
         kv_fingerprint([("layers", _layers_of(cache.groups, group)), *properties])
         for group in range(len(cache.groups.windows))
     ]
+    if not cache.states:
+        return of_groups, None
+    # Its bytes are cut into the blocks of all tensors of the pool.
+    shapes = cache.groups.tensor_shapes([spec.unscaled for spec in cache.specs])
+    layout = f"{list(cache.states)} {shapes} {cache.snapshot_blocks}".encode()
+    return of_groups, kv_fingerprint([("states", layout), *properties])
 
 
 def _scale_properties(cache: KVCacheConfig) -> list[tuple[str, bytes]]:

@@ -27,14 +27,13 @@ from pyengine.kv_cache import (
     KVStore,
     Loading,
     NoRoom,
-    Pin,
     StoredPrefix,
     StoreError,
     Transfer,
 )
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache.block_memory import Block as _Block
-from pyengine.kv_cache.block_memory import BlockMemory
+from pyengine.kv_cache.block_memory import BlockMemory, end_of_piece
 from pyengine.request.request import Request, SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler
@@ -175,6 +174,8 @@ class _Load:
     prefix: StoredPrefix
     blocks: list[_Block]
     num_bytes: int
+    num_tokens: int
+    """Tokens that are not computed if it restores all of its blocks."""
     after: Any
     """The `mark` of the memory after the last step that may write to the blocks."""
     loaded: list[_Block] = field(default_factory=list)
@@ -187,7 +188,12 @@ class KVOffloader(EnginePart):
     """Stores the KV of sequences, and restores it for requests that wait.
 
     `memory` has the blocks of the manager's pool; there is one fingerprint for each of its layer
-    groups. Public methods but `close` are for the engine's thread.
+    groups. For a model with states, `state` is the fingerprint of its snapshots and the blocks of
+    each, which are the layer group after the others. Public methods but `close` are for the
+    engine's thread.
+
+    A prefix of a model with states is restored up to the last position at which a snapshot is
+    stored; only keys and values before one are stored.
     """
 
     def __init__(
@@ -197,12 +203,19 @@ class KVOffloader(EnginePart):
         manager: BlockManager,
         fingerprints: Sequence[bytes],
         enqueue: Callable[[Callable[[], object]], object] = lambda _: None,
+        *,
+        state: tuple[bytes, int] | None = None,
     ) -> None:
         """`enqueue` has the engine's thread call something between two steps."""
         self._store, self._memory, self._manager = store, memory, manager
         self._fingerprints = tuple(fingerprints)
         self._windows = manager.groups
         self._bytes = [memory.block_bytes(group) for group in range(len(self._windows))]
+        """Of a block of tokens, by layer group."""
+        self._state = state
+        self._snapshot_bytes = 0
+        if state is not None:
+            self._snapshot_bytes = state[1] * memory.block_bytes(len(self._windows))
         self._enqueue = enqueue
         self._lookups: dict[SequenceState, _Lookup] = {}
         """Of unfinished sequences that have waited."""
@@ -316,7 +329,7 @@ class KVOffloader(EnginePart):
         self._open.remove(load)
         self._behind.clear()
         sequence, transfer, blocks = load.sequence, load.transfer, load.blocks
-        num_tokens = 0 if load.is_abandoned else transfer.restored_tokens(load.loaded)
+        num_tokens = 0 if load.is_abandoned else self._restored_tokens(load)
         if num_tokens == 0:
             transfer.fail()
         else:
@@ -330,6 +343,12 @@ class KVOffloader(EnginePart):
         else:
             self._load_rate.add(load.num_bytes, load.seconds)
         self.counters["load_seconds"] += load.seconds
+
+    def _restored_tokens(self, load: _Load) -> int:
+        """Tokens that are not computed if the loaded blocks are cached."""
+        if self._state is None:
+            return load.transfer.restored_tokens(load.loaded)
+        return load.num_tokens if len(load.loaded) == len(load.blocks) else 0
 
     def look_up(self, sequence: SequenceState) -> bool:
         """Start to load the stored prefix of a waiting sequence, if it has one that is worth it.
@@ -358,12 +377,12 @@ class KVOffloader(EnginePart):
             lookup.prefix = self._prefix(tokens, request.namespace)
         prefix = lookup.prefix
         with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
-            first = pin.num_tokens // size
-        free = int(_LOADING_SHARE * self._manager.usage().available) // len(self._windows)
-        end = first + prefix.stored_blocks(first, most=free)
-        counts = prefix.needed_blocks(first, end)
-        num_bytes = sum([own * count for own, count in zip(self._bytes, counts, strict=True)])
-        if end <= first or not self._pays((end - first) * size, num_bytes):
+            first, reused = pin.num_tokens // size, pin.num_tokens
+            if self._state is not None:
+                reused = pin.num_state_tokens
+        end, num_bytes = self._restorable(prefix, first, (len(tokens) - 1) // size)
+        num_tokens = end * size - reused
+        if num_tokens <= 0 or not self._pays(num_tokens, num_bytes):
             lookup.is_done = True
             return False
         kv = self._manager.sequence(tokens, namespace=request.namespace)
@@ -378,14 +397,29 @@ class KVOffloader(EnginePart):
             lookup.is_done = True
             return False
         blocks = transfer.blocks
-        num_bytes = sum(self._bytes[group] for _, group, _ in blocks)
         if not self._open:
             self._last_progress = monotonic()
-        load = _Load(sequence, transfer, prefix, blocks, num_bytes, self._memory.mark())
+        mark = self._memory.mark()
+        load = _Load(sequence, transfer, prefix, blocks, num_bytes, num_tokens, mark)
         self._open.append(load)
         self.counters["loads"] += 1
         self._loads.put(load)
         return True
+
+    def _restorable(self, prefix: StoredPrefix, first: int, last: int) -> tuple[int, int]:
+        """How many blocks of a prefix can be restored, and the bytes to load.
+
+        Blocks before `first` are cached. A state is of use before the end of block `last` only.
+        """
+        most = int(_LOADING_SHARE * self._manager.usage().available)
+        if self._state is None:
+            end = first + prefix.stored_blocks(first, most=most // len(self._windows))
+        else:
+            room = max(0, most - self._state[1]) // len(self._windows)
+            end = prefix.last_snapshot(first, min(last, first + room))
+        counts = prefix.needed_blocks(min(first, end), end)
+        num_bytes = sum([own * count for own, count in zip(self._bytes, counts, strict=True)])
+        return end, num_bytes + self._snapshot_bytes
 
     def _prefix(self, tokens: "Sequence[int]", namespace: bytes) -> StoredPrefix:
         return self._store.prefix(
@@ -394,6 +428,7 @@ class KVOffloader(EnginePart):
             fingerprints=self._fingerprints,
             namespace=namespace,
             windows=self._windows,
+            state=self._state,
         )
 
     def is_stored_by_another_model(self, tokens: "Sequence[int]", namespace: bytes) -> bool:
@@ -404,7 +439,8 @@ class KVOffloader(EnginePart):
         size = self._manager.block_size
         with suppress(StoreError):  # it is closed
             stored = {fingerprint for fingerprint, *_ in self._store.fingerprints()}
-            for other in islice(sorted(stored.difference(self._fingerprints)), _MAX_OTHER_MODELS):
+            others = stored.difference(self._fingerprints, (self._state or ())[:1])
+            for other in islice(sorted(others), _MAX_OTHER_MODELS):
                 prefix = self._store.prefix(tokens, size, fingerprints=[other], namespace=namespace)
                 if prefix.contains(0):
                     return True
@@ -481,7 +517,8 @@ class KVOffloader(EnginePart):
 
     def _piece(self, blocks: list[_Block], done: int) -> list[_Block]:
         """The next blocks to move."""
-        return blocks[done : done + max(1, self._memory.piece_bytes // max(self._bytes))]
+        most = max(1, self._memory.piece_bytes // max(self._bytes))
+        return blocks[done : end_of_piece(blocks, done, most)]
 
     @contextmanager
     def _resting(self, rest: float) -> Iterator[None]:
@@ -507,27 +544,17 @@ class KVOffloader(EnginePart):
         self.num_pins += 1
         try:
             prefix = self._prefix(tokens, namespace)
-            with self._manager.match_prefix(tokens, namespace=namespace) as pin:
-                self._put(prefix, prefix.missing(self._blocks(pin, tokens, namespace)))
+            ends = [len(tokens)]
+            if self._state is not None:
+                ends = self._manager.snapshot_positions(tokens, namespace=namespace)
+            for end in ends:
+                with self._manager.match_prefix(tokens[:end], namespace=namespace) as pin:
+                    if self._state is None or pin.num_state_tokens == end:
+                        self._put(prefix, prefix.missing(pin.indexed_blocks))
         finally:
             backlog.remove(len(tokens))
             self.num_pins += 1
             self._enqueue(self.finish_loads)
-
-    def _blocks(self, pin: Pin, tokens: list[int], namespace: bytes) -> list[_Block]:
-        """The blocks of a pin, as (index in the prefix, layer group, block id)."""
-        if len(self._windows) == 1 and self._windows[0] is None:
-            return [(row, 0, block) for row, block in enumerate(pin.blocks)]
-        kv = self._manager.sequence(tokens, namespace=namespace)
-        kv.attach(pin)
-        tables, held = kv.block_tables, set(pin.blocks)
-        kv.free()
-        return [
-            (row, group, block)
-            for row, blocks in enumerate(zip(*tables, strict=True))
-            for group, block in enumerate(blocks)
-            if block in held  # not what a window has left behind
-        ]
 
     def _put(self, prefix: StoredPrefix, blocks: list[_Block]) -> None:
         """Store blocks, and wait for space in the queue meanwhile."""

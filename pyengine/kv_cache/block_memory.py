@@ -7,7 +7,7 @@ pinned staging memory, `DeviceBlocks`:
     load:  store -> staging -> [copy stream, after the steps queued before] -> device
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 Block: TypeAlias = tuple[int, int, int]
-"""Index in the prefix, layer group, block id."""
+"""Index in the prefix, layer group, block id.
+
+The blocks of a snapshot of a state follow each other. They have the index of the last block of its
+prefix, and the layer group after those with keys and values.
+"""
 
 _STAGING_BYTES = 8 << 20
-"""Staging memory in each direction, or that of one block if this is more."""
+"""Staging memory in each direction, or that of one block or snapshot if this is more."""
 
 
 class BlockMemory(Protocol):
@@ -52,6 +56,45 @@ class BlockMemory(Protocol):
 
         Steps that are queued from the return on read what was loaded.
         """
+
+
+class SnapshotBlocks:
+    """The memory of a pool in which some blocks have snapshots of states: tells it which.
+
+    `loading` is called with the blocks of any kind that are about to be written, `loaded` with
+    those that have keys and values since.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        state_group: int,
+        loading: Callable[[list[int]], None],
+        loaded: Callable[[list[int]], None],
+    ) -> None:
+        self._memory, self._state_group = memory, state_group
+        self._loading, self._loaded = loading, loaded
+        self.piece_bytes = memory.piece_bytes
+        self.shares_processors = memory.shares_processors
+
+    def block_bytes(self, group: int) -> int:
+        """See `BlockMemory`."""
+        return self._memory.block_bytes(group)
+
+    def mark(self) -> Any:
+        """See `BlockMemory`."""
+        return self._memory.mark()
+
+    def store(self, prefix: StoredPrefix, blocks: Sequence[Block]) -> list[Block]:
+        """See `BlockMemory`."""
+        return self._memory.store(prefix, blocks)
+
+    def load(self, prefix: StoredPrefix, blocks: Sequence[Block], after: Any) -> list[Block]:
+        """See `BlockMemory`."""
+        self._loading([block for _, _, block in blocks])
+        done = self._memory.load(prefix, blocks, after)
+        self._loaded([block for _, group, block in done if group != self._state_group])
+        return done
 
 
 class HostBlocks:
@@ -127,16 +170,22 @@ class DeviceBlocks:
     """Blocks in contiguous tensors `[num_blocks, ...]` of a device.
 
     `groups[g]` lists the tensors of layer group `g`. Tensors on the CPU are for tests: they
-    are staged in the same way, without streams.
+    are staged in the same way, without streams. `snapshot_blocks` are those of a snapshot, which is
+    staged as a whole.
     """
 
     piece_bytes = _STAGING_BYTES
     shares_processors = False
 
-    def __init__(self, tensors: Sequence["torch.Tensor"], groups: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence["torch.Tensor"],
+        groups: Sequence[Sequence[int]],
+        snapshot_blocks: int = 1,
+    ) -> None:
         rows = [_rows(tensor) for tensor in tensors]
-        self._stored = _Staging(rows, groups)
-        self._loaded = _Staging(rows, groups)
+        self._stored = _Staging(rows, groups, snapshot_blocks)
+        self._loaded = _Staging(rows, groups, snapshot_blocks)
 
     def block_bytes(self, group: int) -> int:
         """See `BlockMemory`."""
@@ -171,6 +220,26 @@ class DeviceBlocks:
         return list(blocks[:done])
 
 
+def end_of_piece(blocks: Sequence[Block], start: int, max_blocks: int) -> int:
+    """The end of at most `max_blocks` blocks from `start` on that does not part a snapshot.
+
+    More if the first snapshot alone has more.
+    """
+    end = min(start + max_blocks, len(blocks))
+
+    def parts(at: int) -> bool:
+        return 0 < at < len(blocks) and blocks[at - 1][:2] == blocks[at][:2]
+
+    cut = end
+    while cut > start and parts(cut):
+        cut -= 1
+    if cut > start:
+        return cut
+    while parts(end):
+        end += 1
+    return end
+
+
 class _Part:
     """Blocks that fit into the staging memory together; those of a group are adjacent there."""
 
@@ -199,14 +268,21 @@ class _Part:
 class _Staging:
     """Staging memory of one direction, and its stream. For one thread."""
 
-    def __init__(self, rows: Sequence["torch.Tensor"], groups: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        rows: Sequence["torch.Tensor"],
+        groups: Sequence[Sequence[int]],
+        snapshot_blocks: int,
+    ) -> None:
         import torch
 
         self._device = device = rows[0].device
         self._rows, self._groups = rows, groups
         is_cuda = device.type == "cuda"
         self.stream = CopyStream(device) if is_cuda else _HostStream()
-        self._capacity = max(1, _STAGING_BYTES // sum([row[0].nbytes for row in rows]))
+        self._capacity = max(
+            snapshot_blocks, _STAGING_BYTES // sum([row[0].nbytes for row in rows])
+        )
         self._host = [
             torch.zeros((self._capacity, row.shape[1]), dtype=row.dtype, pin_memory=is_cuda)
             for row in rows
@@ -215,8 +291,11 @@ class _Staging:
 
     def parts(self, blocks: Sequence[Block]) -> Iterable[_Part]:
         """The blocks in order, as many at a time as fit."""
-        for start in range(0, len(blocks), self._capacity):
-            yield _Part(blocks[start : start + self._capacity])
+        start = 0
+        while start < len(blocks):
+            end = end_of_piece(blocks, start, self._capacity)
+            yield _Part(blocks[start:end])
+            start = end
 
     def copy_from_device(self, part: _Part) -> None:
         """Queue the copies of all blocks of a part."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks
+from pyengine.kv_cache.block_memory import BlockMemory, DeviceBlocks, HostBlocks, SnapshotBlocks
 from pyengine.kv_cache.layer_groups import LayerGroups, Size
 from pyengine.kv_cache.memory import in_gib, populate
 from pyengine.kv_cache.pool_memory import PoolMemory
@@ -228,11 +228,24 @@ class KVPool:
         return [self.num_blocks * table.parts + table.part for table in self.tables]
 
     def block_memory(self) -> BlockMemory:
-        """The memory of each block, for a store to read and write."""
+        """The memory of each block, for a store to read and write.
+
+        With states, the layer group after the others has the blocks of snapshots.
+        """
         tensors = [self._tensors_of(group) for group in range(len(self.groups.windows))]
+        snapshot_blocks = 1
+        if self.snapshots is not None:
+            tensors.append(list(range(2 * len(self._tensor_specs))))
+            snapshot_blocks = self.snapshots.num_blocks
+        memory: BlockMemory
         if self.device.type != "cpu":
-            return DeviceBlocks(self._memory.tensors, tensors)
-        return HostBlocks(self._memory.arrays, tensors)
+            memory = DeviceBlocks(self._memory.tensors, tensors, snapshot_blocks)
+        else:
+            memory = HostBlocks(self._memory.arrays, tensors)
+        if self.snapshots is None:
+            return memory
+        of = self.snapshots
+        return SnapshotBlocks(memory, len(tensors) - 1, of.loading, of.overwritten)
 
     def _tensors_of(self, group: int) -> list[int]:
         """The tensors of a layer group: those of keys, then those of values."""

@@ -37,6 +37,10 @@ class Snapshots:
         """Copy a state back, as `save` has written it."""
         self.states.write_bytes(slot, self._memory.bytes_of(blocks)[: self.states.bytes_per_slot])
 
+    def loading(self, blocks: Sequence[int]) -> None:
+        """Blocks are about to be read from a store: they may have anything until then."""
+        self._written[blocks] = True
+
     def clear(self, blocks: npt.NDArray[np.int64]) -> None:
         """Zero those of these blocks that have had a snapshot: keys and values come into them.
 
@@ -48,5 +52,5 @@ class Snapshots:
             self._written[written] = False
 
     def overwritten(self, blocks: Sequence[int]) -> None:
-        """Forget the snapshots of blocks to which whole blocks were copied."""
+        """Forget the snapshots of blocks that whole blocks of keys and values have replaced."""
         self._written[blocks] = False

@@ -10,7 +10,8 @@ DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "doc
 CALLS = re.compile(r"BlockManager\((?!groups=)(?P<rest>[^()]*)\)")
 NUM_BLOCKS = re.compile(r"num_blocks=(\d+)")
 OF_GROUPS = re.compile(
-    r"block|usage|copies|snapshot|tables|prefixes|evict|Usage|Room|slot_mapping|path|free|held|merges"
+    r"block|usage|copies|snapshot|state_|tables|prefixes|evict|Usage|Room|slot_mapping|path|free"
+    r"|held|merges"
 )
 """What a line prints depends on the number of layer groups: block ids, counts of blocks, slots."""
 OF_ARRAYS = (

@@ -282,7 +282,6 @@ def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
     [
         ({"speculation": "ngram"}, "speculation='ngram': .* keep a state"),
         ({"speculation": "suffix"}, "speculation='suffix': .* keep a state"),
-        ({"kv_cache_host_memory": 1 << 30}, "keep a state|is for GPUs"),
         ({"compile": True}, "compile=True: .* keep a state"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* keep a state"),
     ],
@@ -337,3 +336,19 @@ def test_log_probabilities_of_a_prompt_have_the_same_bits_again(
         assert logprobs(llm) == first
     with engine(folder_of(name), enable_prefix_caching=False, max_num_batched_tokens=32) as llm:
         assert logprobs(llm) == first
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_new_engine_restores_states_from_disk(
+    name: str, folder_of: Folders, tmp_path: Path
+) -> None:
+    with engine(folder_of(name), kv_cache_dir=tmp_path / "kv") as llm:
+        first = answers(llm)
+        answers(llm)  # short prompts are stored when they are used again
+    with engine(folder_of(name), kv_cache_dir=tmp_path / "kv") as llm:
+        restored = answers(llm)
+        stats = llm.stats()
+    assert bits(restored) == bits(first)
+    assert min(cached(restored)[:2]) >= 64
+    assert stats.store["restored_tokens"] >= 64
+    assert stats.store["failed_loads"] == 0

@@ -759,6 +759,7 @@ impl BlockManager {
         let deferred = self.shared.deferred_blocks();
         let held = self.state.check()?;
         self.state.steps.check(&self.state)?;
+        self.state.steps.check_states(&self.state)?;
         let mut counts = self.state.steps.plan_pins(&self.state);
         self.state.check_transfers(&mut counts)?;
         self.state.pool.check(&held, &counts, pins, &deferred)

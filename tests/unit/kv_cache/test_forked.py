@@ -70,6 +70,7 @@ def objects(trace: Path) -> dict[str, Any]:
 ARGUMENTS: dict[str, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
     "manager.sequence": lambda own: ([1],),
     "manager.match_prefix": lambda own: ([1],),
+    "manager.snapshot_positions": lambda own: ([1],),
     "manager.explain": lambda own: ([1],),
     "manager.begin_step": lambda own: (1,),
     "manager.preview": lambda own: (own["sequence"],),

@@ -1,6 +1,6 @@
 //! A healthy scene for the validators' tests: everything that a sequence can be, two open plans.
 
-use crate::config::Config;
+use crate::config::{Config, StateConfig};
 use crate::eviction::Eviction;
 use crate::handles::Pin;
 use crate::handles::{PlanHandle, SeqHandle, Transfer};
@@ -239,6 +239,37 @@ fn newer_plan(scene: &mut Scene) {
     scene.manager.drain_deferred();
 }
 
+/// A model with states, in blocks of four tokens: cached snapshots after 8 and 12 tokens, a plan that loads the first one
+/// and saves another one, and a transfer of a prefix with its snapshot.
+pub(crate) fn recurrent() -> Scene {
+    let mut scene = Scene::new(Config {
+        state: Some(StateConfig {
+            blocks: 2,
+            cadence: 8,
+            min_tokens: 4,
+        }),
+        ..Config::new(64, 4)
+    });
+    let first = scene.add(0..14, b"");
+    for _ in 0..3 {
+        scene.begin();
+        scene.prefill(first, 100);
+        scene.commit();
+    }
+    let restored = scene.add(100..110, b"");
+    let key = scene.handle(restored).key();
+    match scene.manager.reserve(key, 8) {
+        Ok(Reserve::Reserved(transfer)) => scene.transfers.push(transfer),
+        answer => panic!("{answer:?}"),
+    }
+    let tokens = (0..8).chain(50..57).collect();
+    let second = scene.manager.sequence(tokens, b"", true);
+    let second = scene.keep(second.expect("a short prompt"));
+    scene.begin();
+    scene.prefill(second, 100);
+    scene
+}
+
 /// Without prefix caching, in a pool that it fills.
 pub(crate) fn nameless() -> Scene {
     let mut scene = Scene::new(Config {
@@ -269,6 +300,7 @@ fn healthy_scenes_have_no_differences() {
     scene.commit();
     assert_eq!(scene.manager.check(), Ok(()));
     assert_eq!(nameless().manager.check(), Ok(()));
+    assert_eq!(recurrent().manager.check(), Ok(()));
     scene.transfers.clear();
     assert_eq!(scene.manager.check(), Ok(()));
     drop(scene.plans);

@@ -27,9 +27,9 @@ impl Pool {
         deferred: &HashSet<BlockId>,
     ) -> Result<(), String> {
         self.queue.check()?;
+        self.check_snapshots()?;
         self.check_cached()?;
         self.check_queue()?;
-        self.check_snapshots()?;
         let (mut active, mut by_pins) = (0, 0);
         let mut lost = None;
         for (id, meta, cached) in self.blocks() {

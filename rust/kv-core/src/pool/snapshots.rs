@@ -31,6 +31,15 @@ impl Pool {
         snapshots.flat_map(|of| of.cached.iter().map(|(&at, blocks)| (at, blocks)))
     }
 
+    /// For the tests of validators, which corrupt them.
+    #[cfg(test)]
+    pub(crate) fn cached_snapshots_mut(
+        &mut self,
+    ) -> &mut std::collections::BTreeMap<NodePosition, Vec<BlockId>> {
+        let snapshots = self.snapshots.as_mut();
+        &mut snapshots.expect("a model with states").cached
+    }
+
     pub(crate) fn state_usage(&self) -> StateUsage {
         let snapshots = self.cached_snapshots().count();
         let blocks = self.cached_snapshots().map(|(_, blocks)| blocks.len());

@@ -91,6 +91,40 @@ impl Steps {
         Ok(())
     }
 
+    /// Snapshots are those of entries: loaded where they begin, and written where they end, to blocks that are not cached.
+    pub(crate) fn check_states(&self, state: &State) -> Result<(), String> {
+        for work in &state.state_work {
+            let serial = work.plan;
+            let mut plans = self.open.iter();
+            let plan = plans.find(|plan| plan.key.serial == serial);
+            let mut entries = plan.iter().flat_map(|plan| &plan.entries);
+            let Some(entry) = entries.find(|entry| entry.seq_idx == work.seq_idx) else {
+                return Err(format!(
+                    "plan {serial} has states of a sequence without an entry"
+                ));
+            };
+            let (start, end) = (entry.start, entry.end());
+            if let Some((position, _)) = &work.load {
+                ensure(*position == start, || {
+                    format!(
+                        "plan {serial} loads a state of {position} tokens, it begins at {start}"
+                    )
+                })?;
+            }
+            let Some(save) = &work.save else { continue };
+            let position = save.cut.position;
+            ensure(position == end, || {
+                format!("plan {serial} saves a state of {position} tokens, it ends at {end}")
+            })?;
+            let mut blocks = save.blocks.iter();
+            let cached = blocks.find(|&&block| state.pool.cached_info(block).is_some());
+            ensure(cached.is_none(), || {
+                format!("plan {serial} saves a state to {cached:?}, which is cached")
+            })?;
+        }
+        Ok(())
+    }
+
     /// Each copy is an entry's, to a block of its table, from one that the plan holds.
     fn check_copies(&self, state: &State, plan: &Plan) -> Result<(), String> {
         let serial = plan.key.serial;
@@ -652,5 +686,58 @@ mod tests {
     fn each_of_them_is_named() {
         each_is_named(scene, PLANS);
         each_is_named(scene, ENTRIES);
+        each_is_named(recurrent, STATES);
+    }
+
+    /// The sequence in the plan loads a state of 8 tokens and saves one of 12.
+    const STATES: &[Case] = &[
+        ("has states of a sequence without an entry", |s| {
+            s.manager.state.state_work[0].seq_idx = 99;
+        }),
+        ("has states of a sequence without an entry", |s| {
+            s.manager.state.state_work[0].plan = 99;
+        }),
+        ("loads a state of 4 tokens, it begins at 8", |s| {
+            s.manager.state.state_work[0].load.as_mut().expect("one").0 = 4;
+        }),
+        ("saves a state of 13 tokens, it ends at 12", |s| {
+            save(s).cut.position = 13;
+        }),
+        ("saves a state to Some(BlockId(", |s| {
+            let (_, loaded) = s.manager.state.state_work[0].load.clone().expect("one");
+            save(s).blocks[0] = loaded[0];
+        }),
+        ("plan_pins: 1 }, counted Counts", |s| {
+            save(s).blocks.pop();
+        }),
+        ("is not in Some(BlockId(0))", |s| {
+            let pool = &mut s.manager.state.pool;
+            let blocks = pool.cached_snapshots_mut().values_mut().next();
+            blocks.expect("two")[1] = BlockId::from(0);
+        }),
+        ("outlives a block of its prefix", |s| {
+            let cached = s.manager.state.pool.cached_snapshots_mut();
+            let (mut position, blocks) = cached.pop_first().expect("two");
+            position.offset = 99;
+            cached.insert(position, blocks);
+        }),
+        ("is of group 1", |s| {
+            s.manager.state.pool.cached_snapshots_mut().pop_last();
+        }),
+        ("of a snapshot, which is not its own", |s| {
+            let open = s.manager.state.transfers.open.values_mut().next();
+            let snapshot = open.expect("one").snapshot.as_mut();
+            snapshot.expect("one").blocks[1] = BlockId::from(0);
+        }),
+        ("fills a snapshot after a block that is not cached", |s| {
+            let open = s.manager.state.transfers.open.values_mut().next();
+            let snapshot = open.expect("one").snapshot.as_mut();
+            snapshot.expect("one").position.offset += 99;
+        }),
+    ];
+
+    fn save(scene: &mut Scene) -> &mut super::super::state_work::Save {
+        let save = scene.manager.state.state_work[0].save.as_mut();
+        save.expect("one")
     }
 }
