@@ -27,6 +27,12 @@ class GroupView:
         return {name: [pool[block] for block in blocks] for name, blocks in ids.items()}
 
     @property
+    def _null_block(self) -> "PoolBlock":
+        """The block that stands for those that a window has passed."""
+        null: PoolBlock = self.manager.block_pool.null_block
+        return null
+
+    @property
     def num_cached_block(self) -> dict[str, int]:
         """The number of registered blocks of each request."""
         rows = self.manager.tables.entries
@@ -77,7 +83,8 @@ class PoolView:
     @property
     def blocks(self) -> list[PoolBlock]:
         """All blocks."""
-        return [PoolBlock(block, self._tables) for block in range(self.num_gpu_blocks)]
+        others = (PoolBlock(block, self._tables) for block in range(1, self.num_gpu_blocks))
+        return [self.null_block, *others]
 
     @property
     def free_block_queue(self) -> Any:
