@@ -41,7 +41,7 @@ from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.kv_cache import BlockManager, ConfigError, KVStore, StoreError, kv_fingerprint
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, keep_freed_memory
-from pyengine.kv_cache.pool import KVPool, resolve_kv_cache_dtype
+from pyengine.kv_cache.pool import KVPool, resolve_kv_cache_dtype, tensor_specs
 from pyengine.kv_cache.pool_size import PoolSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
@@ -439,7 +439,7 @@ def _fingerprints(
     if not cache.states:
         return of_groups, None
     # Its bytes are cut into the blocks of all tensors of the pool.
-    shapes = cache.groups.tensor_shapes([spec.unscaled for spec in cache.specs])
+    shapes = tensor_specs(cache.specs, cache.groups)
     layout = f"{list(cache.states)} {shapes} {cache.snapshot_blocks}".encode()
     return of_groups, kv_fingerprint([("states", layout), *properties])
 

@@ -118,8 +118,7 @@ def test_other_arithmetic(family: str, settings: dict[str, Any], folders: dict[s
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_keep_a_state(family: str, dtype: str, folders: dict[str, Path]) -> None:
     without = {
-        "drafts",  # refused, as is a store
-        "restored from a folder",
+        "drafts",  # refused
         "merged late, blocks of 4",  # equal prompts wait for a state
         "preempted",  # in tests/integration/test_states.py: few states fit beside few blocks
     }
