@@ -76,11 +76,20 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     manager = walk.manager
     for getter in ("num_blocks", "block_size", "groups", "null_block"):
         walk(manager, getter)
-    for method in ("usage", "stats", "snapshot", "evict_all", "cached_hashes", "check"):
+    for method in (
+        "usage",
+        "state_usage",
+        "stats",
+        "snapshot",
+        "evict_all",
+        "cached_hashes",
+        "check",
+    ):
         walk(manager, method)
     walk(manager, "sequence", PROMPT)
     walk(manager, "sequence", [-1])
     walk(manager, "match_prefix", PROMPT)
+    walk(manager, "snapshot_positions", PROMPT)
     walk(manager, "explain", PROMPT)
     for method in ("refs", "seq_refs", "state"):
         walk(manager, method, 0)
@@ -106,6 +115,7 @@ def walk_sequence(walk: Walk, keep: Sequence) -> None:
     getters += ("num_restored_tokens",)
     for name in (*getters, "block_table", "block_tables", "tokens", "explain", "pin", "__repr__"):
         walk(keep, name)
+    walk(keep, "want_snapshots", [4, 8])
     walk(keep, "fork", 5)
     walk(keep, "fork", 5000)
     other, pin = walk.manager.sequence(PROMPT), walk.manager.match_prefix(PROMPT)
@@ -119,7 +129,8 @@ def walk_sequence(walk: Walk, keep: Sequence) -> None:
     walk(other, "trim", 100)
     walk(other, "free")
     walk(other, "tokens")
-    for name in ("num_tokens", "blocks", "is_released", "__repr__", "__enter__"):
+    of_states = ("num_state_tokens", "state_blocks", "indexed_blocks")
+    for name in ("num_tokens", "blocks", *of_states, "is_released", "__repr__", "__enter__"):
         walk(pin, name)
     walk(pin, "__exit__", None, None, None)
     walk(pin, "release")
@@ -151,7 +162,8 @@ def walk_plan(walk: Walk, keep: Sequence) -> None:
     walk(plan, "speculate", single, [2, 3])
     for name in ("num_tokens", "num_sequences", "num_samples", "budget_left", "is_open"):
         walk(plan, name)
-    walk(plan, "copies")
+    for name in ("copies", "state_loads", "state_saves"):
+        walk(plan, name)
     walk(plan, "__repr__")
     arrays = step_arrays(64, 8, 16)
     grouped = {
