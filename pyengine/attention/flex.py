@@ -37,7 +37,6 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.devices import for_torch
 from pyengine.utils.host_copy import upload
 from pyengine.utils.own_graphs import compile_apart
-from pyengine.utils.tensors import tensor_of
 
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
@@ -78,8 +77,9 @@ class FlexBackend(AttentionBackend):
         self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
         self.num_pages = [(pool.num_blocks + 1) * table.parts for table in pool.tables]
         """The pages in the tensors, as the layers of each table see them."""
-        null_pages = np.array(pool.null_blocks, np.int64)[:, None]
-        self.null_pages = tensor_of(upload(null_pages, pool.device))
+        device = for_torch(pool.device)
+        pages = [torch.full((1,), block, device=device) for block in pool.null_blocks]
+        self.null_pages = torch.stack(pages)
         """The null block in each table, `[tables, 1]`."""
 
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:

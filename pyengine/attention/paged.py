@@ -18,8 +18,6 @@ from pyengine.kernels import has_kernels
 from pyengine.kernels.rope import Rotation
 from pyengine.kv_cache.pool import KVPool
 from pyengine.utils.devices import for_torch
-from pyengine.utils.host_copy import upload
-from pyengine.utils.tensors import tensor_of
 
 _FLOAT8_CAPABILITY = (8, 9)
 """Older GPUs convert to 8-bit floats in software, which torch does and Triton does not."""
@@ -58,8 +56,9 @@ class KVWriter:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._by_kernel = _kernel_serves(pool)
-        null_slots = np.array(pool.null_blocks, np.int64)[:, None] * pool.block_size
-        self._null_slots = tensor_of(upload(null_slots, pool.device))
+        device, size = for_torch(pool.device), pool.block_size
+        slots = [torch.full((1,), block * size, device=device) for block in pool.null_blocks]
+        self._null_slots = torch.stack(slots)
 
     def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
         """The slots `[tables, T]` of a step as `write` takes them, computed once per step.
