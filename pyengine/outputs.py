@@ -134,6 +134,8 @@ class CacheExplanation:
     """The order of eviction that evicted the block, or "evict_all", if that is remembered."""
     num_evicted_since: int | None = None
     """Tokens evicted since, the block included: a pool larger by about as many would hold it."""
+    cached_to: int | None = None
+    """Tokens whose blocks are cached, if "no_snapshot": the last state was kept at `position`."""
     _hint: LazyText | str | None = field(default=None, repr=False, compare=False)
 
     @property

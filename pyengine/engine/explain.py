@@ -65,6 +65,7 @@ def _explained(
         diverged_tokens=tuple(explanation.diverged_tokens),
         evicted_by=explanation.evicted_by,
         num_evicted_since=explanation.num_evicted_since,
+        cached_to=explanation.cached_to,
     )
     return with_hint(explained, token_ids, tokenizer)
 
@@ -92,7 +93,7 @@ def hint_of(explanation: CacheExplanation) -> str:
             f"{since} tokens were evicted since: a pool larger by about that many would keep them"
         )
     assert explanation.reason is not None
-    return _SENTENCES[explanation.reason].format(position=position)
+    return _SENTENCES[explanation.reason].format(position=position, cached=explanation.cached_to)
 
 
 _SENTENCES = {
@@ -105,8 +106,8 @@ _SENTENCES = {
     "enable_prefix_caching is off",
     "weights_changed": "the store has this prompt by another model, other weights or settings",
     "below_one_block": "the prompt is shorter than a block, and only whole blocks are cached",
-    "no_snapshot": "the blocks after token {position} are cached, the state of the recurrent "
-    "layers was not kept later than there",
+    "no_snapshot": "the prefix is cached to token {cached}, and the last state of the recurrent "
+    "layers was kept at {position}",
 }
 
 

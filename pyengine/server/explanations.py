@@ -58,6 +58,7 @@ class Disclosure:
             diverged_at=shown.diverged_at,
             evicted_by=shown.evicted_by,
             evicted_since=shown.num_evicted_since,
+            cached_to=shown.cached_to,
             hint=hint,
         )
 

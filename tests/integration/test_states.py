@@ -274,7 +274,9 @@ def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
         llm.generate([shared], one, use_tqdm=False)
         [output] = llm.generate([shared[:100] + [5] * 100], one, use_tqdm=False)
     assert output.cache is not None
-    assert (output.cache.reason, output.cache.position) == ("no_snapshot", 0)
+    cache = output.cache
+    assert (cache.reason, cache.position, cache.cached_to) == ("no_snapshot", 0, 96)
+    assert "is cached to token 96, and the last state" in str(cache.hint)
 
 
 @pytest.mark.parametrize(

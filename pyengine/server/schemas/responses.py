@@ -66,6 +66,7 @@ class PromptCache(ServerModel):
     diverged_at: int | None
     evicted_by: str | None
     evicted_since: int | None
+    cached_to: int | None
     hint: str | None
 
 
