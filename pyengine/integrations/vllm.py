@@ -209,7 +209,8 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
     if not specs:
         yield "the model has no KV cache"
     for spec in specs:
-        yield from _reasons_of_the_layers(settings, spec, classes)
+        yield from _reasons_of_the_layers(spec, classes)
+    yield from _reasons_of_the_blocks(settings, specs)
     for name in ("dcp_world_size", "pcp_world_size"):
         if settings.get(name, 1) > 1:
             yield f"context parallelism ({name} is {settings[name]})"
@@ -240,7 +241,7 @@ def _reasons_of_windows(settings: dict[str, Any], scheduler: Any) -> Any:
         yield "windows do not pass prompts given as embeddings"
 
 
-def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) -> Any:
+def _reasons_of_the_layers(spec: Any, classes: Any) -> Any:
     supported = (classes.FullAttentionSpec, classes.MLAAttentionSpec, classes.SlidingWindowSpec)
     name = type(spec).__name__
     if name == "MambaSpec":
@@ -257,10 +258,14 @@ def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) ->
         yield "tokens before the window are computed again"
     if getattr(spec, "non_causal", False):
         yield "attention is not causal"
-    block_size = settings["scheduler_block_size"]
-    if not block_size == settings["hash_block_size"] == spec.block_size:
+
+
+def _reasons_of_the_blocks(settings: dict[str, Any], specs: list[Any]) -> Any:
+    sizes = {spec.block_size for spec in specs}
+    sizes |= {settings["scheduler_block_size"], settings["hash_block_size"]}
+    if len(sizes) > 1:
         yield "blocks have several sizes"
-    if block_size == 1:
+    if 1 in sizes:
         yield "a block holds one token"
 
 

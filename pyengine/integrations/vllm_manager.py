@@ -204,7 +204,7 @@ class KVCacheManager:
                 for spec in specs
             ],
         )
-        self._entries = tables.entries
+        self._entries, self._has_windows = tables.entries, tables.has_windows
         groups = tuple(Group(scheduler_block_size, spec) for spec in specs)
         self.coordinator = Coordinator(groups, tables)
         self.block_pool = BlockPool(tables)
@@ -287,7 +287,7 @@ class KVCacheManager:
         computed = request.num_computed_tokens + num_new_computed_tokens
         end = computed + num_external_computed_tokens + num_new_tokens
         entry = self._entries.get(request.request_id)
-        if entry is not None and self.tables.has_windows:
+        if self._has_windows and entry is not None:
             begin = min(computed + num_external_computed_tokens, self.max_model_len)
             self.tables.process(entry, max(begin - request.num_in_flight_tokens, 0))
         if (
