@@ -62,7 +62,7 @@ def test_the_kernel_writes_what_torch_writes() -> None:
         caches = (by_kernel.keys[0], by_kernel.values[0])
         write_rows(tuple(rows), caches, slots, (spec.scale_k, spec.scale_v))
         writer = KVWriter(by_torch)
-        writer.write(0, (rows[0], *rows), writer.slots(slots))
+        writer.write(0, (rows[0], *rows), writer.slots(slots[None])[0])
         for got, expected in zip(caches, (by_torch.keys[0], by_torch.values[0]), strict=True):
             assert torch.equal(*without_nan(got[:-1], expected[:-1])), (dtype, stored)
             assert not got[-1].float().any()  # nothing goes to the null block
@@ -98,7 +98,7 @@ def test_slot_minus_one_is_written_nowhere_that_counts():
     pool = KVPool([KVCacheSpec(1, 2, 2, "float32")], 3, 2, CPU)
     writer = KVWriter(pool)
     rows = torch.arange(1.0, 7.0).view(3, 1, 2)
-    writer.write(0, (rows, rows, rows), writer.slots(torch.tensor([3, -1, 0])))
+    writer.write(0, (rows, rows, rows), writer.slots(torch.tensor([[3, -1, 0]]))[0])
     assert pool.keys[0][:3].flatten(0, 1)[:, 0].tolist() == [
         [5, 6],
         [0, 0],

@@ -131,7 +131,7 @@ def compare(case: Case) -> None:
         (spec.scale_k, spec.scale_v),
     )
     writer = KVWriter(by_torch)
-    expected = writer.write(0, rows, writer.slots(slots), rotation)
+    expected = writer.write(0, rows, writer.slots(slots[None])[0], rotation)
     close(query, expected, ULP[case.dtype])
     close(by_kernel.keys[0][:-1], by_torch.keys[0][:-1], ULP[case.dtype] if not case.stored else 0)
     close(by_kernel.values[0][:-1], by_torch.values[0][:-1], 0)
