@@ -73,7 +73,7 @@ SHAPES = (
 
 @dataclass
 class Run:
-    """What one policy gave on one trace."""
+    """The result of a policy on a trace."""
 
     reused: float
     memory: float

@@ -415,8 +415,8 @@ class KVOffloader(EnginePart):
         if self._state is None:
             end = first + prefix.stored_blocks(first, most=most // len(self._windows))
         else:
-            room = max(0, most - self._state[1]) // len(self._windows)
-            end = prefix.last_snapshot(first, min(last, first + room))
+            fitting = max(0, most - self._state[1]) // len(self._windows)
+            end = prefix.last_snapshot(first, min(last, first + fitting))
         counts = prefix.needed_blocks(min(first, end), end)
         num_bytes = sum([own * count for own, count in zip(self._bytes, counts, strict=True)])
         return end, num_bytes + self._snapshot_bytes

@@ -1,4 +1,4 @@
-"""What pyengine lacks for layers that it refuses: one line for messages and for the docs."""
+"""Missing features that layers are refused for: one line each, for messages and for the docs."""
 
 from collections.abc import Collection
 
@@ -36,6 +36,6 @@ _OWN_ONLY = "such layers outside its own decoders"
 
 
 def missing(family: str, layer_types: Collection[str] = ()) -> str:
-    """What pyengine lacks for a family with these types of layers, after "pyengine has no"."""
+    """The missing feature of a family with these types of layers, after "pyengine has no"."""
     lines = [_BY_LAYER_TYPE[kind] for kind in sorted(layer_types) if kind in _BY_LAYER_TYPE]
     return lines[0] if lines else _BY_FAMILY.get(family, _OWN_ONLY)

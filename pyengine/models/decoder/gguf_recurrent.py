@@ -58,7 +58,7 @@ class _Header:
 
 
 def _common(header: _Header) -> Settings:
-    """What the headers of all architectures say."""
+    """The settings that headers of all architectures have."""
     keys, layers = header.keys, header.needed(".block_count", high=_MAX_LAYERS)
     speculating = keys.count(".nextn_predict_layers", low=0) or 0
     layers -= speculating

@@ -166,7 +166,7 @@ class Attention:
         if self.values_are_keys and self.value_size != self.head_dim:
             raise ModelLoadError("values that are keys have their size")
         if self.output_gate and (self.values_are_keys or self.shares is not None):
-            raise ModelLoadError("attention with an output gate has keys and values of its own")
+            raise ModelLoadError("attention with an output gate cannot share keys and values")
         if self.rotary is not None and self.rotary.size > self.head_dim:
             raise ModelLoadError(
                 f"{self.rotary.size} numbers of a head rotate, by partial_rotary_factor, and "

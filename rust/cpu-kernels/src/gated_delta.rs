@@ -29,11 +29,11 @@ pub struct DeltaShape {
     pub key_dim: usize,
     /// Numbers of a value.
     pub value_dim: usize,
-    /// Which heads of values share a head of keys.
+    /// The heads of values that share a head of keys.
     pub sharing: KeySharing,
 }
 
-/// Which heads of values share a head of keys.
+/// The heads of values that share a head of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeySharing {
     /// Consecutive ones: head `h` has that of keys `h / (value_heads / key_heads)`.

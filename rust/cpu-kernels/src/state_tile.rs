@@ -1,4 +1,4 @@
-//! The recurrence that delta rules and Mamba-2 share: a head's state decays, takes in the outer product of a key and a
+//! The recurrence that delta rules and Mamba-2 share: a head's state decays, adds the outer product of a key and a
 //! value, and is read by a query, token by token.
 //!
 //! A lane is a number of a value: nothing is added up across lanes. Sums over a key go from its first number to its

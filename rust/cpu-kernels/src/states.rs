@@ -35,7 +35,7 @@ pub struct StateStep {
     used: Vec<usize>,
 }
 
-/// What the state of a sequence is before its new tokens.
+/// The state of a sequence before its new tokens.
 enum Initial<'a> {
     Zeros,
     /// That of the slot that is written.

@@ -19,7 +19,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// `a`, `dt_bias` and `d`.
 type Weights<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
-/// What a call is given.
+/// The arguments of a call.
 struct Call<'a, 'py> {
     threads: &'a CpuAttention,
     step: &'a CpuStateStep,

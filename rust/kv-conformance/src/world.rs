@@ -289,7 +289,7 @@ impl<M: BlockManager> World<M> {
         Ok(())
     }
 
-    /// Every running state takes in the tokens of the step, from where it is or from blocks. Returns the states to be
+    /// Every running state adds the tokens of the step, from where it is or from blocks. Returns the states to be
     /// saved.
     fn run_states(&mut self, step: &[Planned], report: &mut Report) -> Outcome<Vec<StateCopy>> {
         if self.promises.state_blocks == 0 {

@@ -110,7 +110,7 @@ pub(crate) struct SequenceState {
     pub(crate) read_cache: bool,
 }
 
-/// The snapshots that a sequence has loaded, left and wants. It has a running state of its own if it has computed anything.
+/// The snapshots that a sequence has loaded, left and wants. It has a running state if it has computed anything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StateTrack {
     /// The position of the last snapshot that it loaded or left.

@@ -73,7 +73,7 @@ impl State {
             return self.match_ready(seq_idx);
         }
         let seq = self.seqs.at(seq_idx);
-        // What has begun has a state of its own.
+        // A sequence that has begun has a running state.
         if seq.planned_end > 0 || !seq.table.is_empty() || !self.caching || !seq.read_cache {
             return false;
         }

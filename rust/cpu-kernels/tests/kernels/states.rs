@@ -663,7 +663,7 @@ fn gated_norms_are_near_the_exact_numbers(isa: Isa) {
     }
 }
 
-/// What a layer of so many sizes refuses; neither states nor outputs are written.
+/// The error of a layer of these sizes; neither states nor outputs are written.
 fn refused(layer: &impl Layer, states: usize, rows: usize, out: usize) -> Option<Error> {
     let (size, width) = layer.sizes();
     let mut states = vec![7.0; states * size / 4];

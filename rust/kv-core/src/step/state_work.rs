@@ -1,4 +1,4 @@
-//! What an open plan holds for the states of its sequences.
+//! The snapshots that an open plan holds for its sequences.
 
 use crate::ids::BlockId;
 

@@ -39,7 +39,7 @@ def test_every_model_runs_without_its_weights(tiny: Tiny, saved: Saved, tmp_path
 
 @pytest.mark.parametrize("tiny", MODELS, ids=lambda tiny: tiny.name)
 def test_as_many_weights_are_made_up_as_files_have(tiny: Tiny, saved: Saved) -> None:
-    """A tied head counts once; some files have it twice. What reads images does not count."""
+    """A tied head counts once; some files have it twice. Layers for images do not count."""
     folder = saved(tiny)[0]
     count = sum(map(math.prod, dummy_shapes(open_dummy(folder).spec).values()))
     tensors, spec = check_weights(folder).tensors, read_spec(folder)

@@ -636,7 +636,7 @@ impl World {
         Ok(())
     }
 
-    /// Each row's running state takes in its tokens, from where it is or from a snapshot.
+    /// Each row's running state adds its tokens, from where it is or from a snapshot.
     fn run_states(&mut self) -> Result<(), TestCaseError> {
         if self.model.state.is_none() {
             return Ok(());
