@@ -16,6 +16,7 @@ from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from tests.support.checkpoints import save_random
 from tests.support.reference import Reference
 from tests.support.soak import soak_cases
+from tests.support.without_torch import needs_torch
 
 LONGEST = 320
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
@@ -235,6 +236,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@needs_torch
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("backend", "name", "num_tokens"),

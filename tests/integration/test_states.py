@@ -28,6 +28,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
     def folder(name: str) -> Path:
         if name not in known:
+            pytest.importorskip("transformers")
             known[name] = tmp_path_factory.mktemp(name)
             tiny = next(tiny for tiny in RECURRENT if tiny.name == name)
             settings = {**tiny.settings, "max_position_embeddings": 1024}
