@@ -14,7 +14,8 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.executor.executor import Executor
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from tests.support.reference import Reference
-from tests.unit.models.decoder.tiny_models import RECURRENT, Tiny, save
+from tests.support.without_torch import MISSING, needs_torch
+from tests.unit.models.decoder.tiny_models import RECURRENT, Tiny, save, save_without_torch
 
 MAX_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=MAX_TOKENS, logprobs=1)
@@ -28,11 +29,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
     def folder(name: str) -> Path:
         if name not in known:
-            pytest.importorskip("transformers")
             known[name] = tmp_path_factory.mktemp(name)
             tiny = next(tiny for tiny in RECURRENT if tiny.name == name)
             settings = {**tiny.settings, "max_position_embeddings": 1024}
-            save(replace(tiny, settings=settings), known[name])
+            save_it = save_without_torch if MISSING else save
+            save_it(replace(tiny, settings=settings), known[name])
         return known[name]
 
     return folder
@@ -98,6 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@needs_torch
 @pytest.mark.parametrize("tiny", RECURRENT, ids=lambda tiny: tiny.name)
 def test_tokens_are_those_of_transformers_in_every_way(tiny: Tiny, folder_of: Folders) -> None:
     folder = folder_of(tiny.name)
@@ -127,7 +129,7 @@ FEW = ("qwen3_next", "granitemoehybrid", "lfm2", "jamba", "kimi_linear", "falcon
     [
         {"dtype": "bfloat16"},
         {"kv_cache_dtype": "int8"},
-        {"attention_backend": "gather"},
+        pytest.param({"attention_backend": "gather"}, marks=needs_torch),
     ],
     ids=str,
 )
@@ -285,8 +287,12 @@ def test_explain_says_that_no_state_was_kept(folder_of: Folders) -> None:
     [
         ({"speculation": "ngram"}, "speculation='ngram': .* keep a state"),
         ({"speculation": "suffix"}, "speculation='suffix': .* keep a state"),
-        ({"compile": True}, "compile=True: .* keep a state"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: .* keep a state"),
+        pytest.param({"compile": True}, "compile=True: .* keep a state", marks=needs_torch),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2: .* keep a state",
+            marks=needs_torch,
+        ),
     ],
 )
 def test_settings_that_states_cannot_follow_are_refused_by_name(
