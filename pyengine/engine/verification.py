@@ -19,7 +19,7 @@ from typing import Any
 from weakref import finalize
 
 from pyengine.engine.parts import EnginePart
-from pyengine.kv_cache import BlockManager, Pin
+from pyengine.kv_cache import BlockManager
 from pyengine.request.prompts import Prompt
 from pyengine.request.request import Request, RequestOptions, SequenceState
 from pyengine.sampling_params import SamplingParams
@@ -166,35 +166,21 @@ class HitVerifier(EnginePart):
 
     def _judge(self, request: Request, verifies: Verification) -> None:
         """Compare the KV that a verification has computed with the cached KV."""
-        manager, tokens = self._manager, request.prompt_token_ids
-        with manager.match_prefix(tokens, namespace=verifies.namespace) as pin:
-            if pin.num_tokens:
-                cached = self._tables_of(pin, tokens, verifies.namespace)
-                both = zip(cached, request.sequences[0].kv.block_tables, strict=True)
-                for group, (blocks, computed) in enumerate(both):
-                    self._judge_group(verifies, group, blocks, computed)
+        tokens = request.prompt_token_ids
+        with self._manager.match_prefix(tokens, namespace=verifies.namespace) as pin:
+            cached = pin.indexed_blocks
+            for group, computed in enumerate(request.sequences[0].kv.block_tables):
+                blocks = {row: block for row, of, block in cached if of == group}
+                self._judge_group(verifies, group, blocks, computed)
         self.counters["verified_hits"] += 1
         if self.kept is not None:
             self.kept.limit()
 
-    def _tables_of(self, pin: Pin, tokens: Any, namespace: bytes) -> list[list[int]]:
-        """The pinned blocks of each layer group."""
-        manager = self._manager
-        if len(manager.groups) == 1:  # a state cannot be attached
-            return [pin.blocks[: pin.num_tokens // manager.block_size]]
-        cached = manager.sequence(tokens[: pin.num_tokens], namespace=namespace)
-        cached.attach(pin)
-        tables = cached.block_tables
-        cached.free()
-        return tables
-
     def _judge_group(
-        self, verifies: Verification, group: int, cached: list[int], computed: list[int]
+        self, verifies: Verification, group: int, cached: dict[int, int], computed: list[int]
     ) -> None:
         null, size = self._manager.null_block, self._manager.block_size
-        rows = [
-            row for row, both in enumerate(zip(cached, computed, strict=False)) if null not in both
-        ]
+        rows = [row for row in cached if row < len(computed) and computed[row] != null]
         blocks = [cached[row] for row in rows]
         differences = (
             self._differences(blocks, [computed[row] for row in rows], group) if rows else []

@@ -219,20 +219,19 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.sizes and extra is None:
             padding = self.graphs.padding(plan)
         filled = self.buffers.fill(plan, padding, step_states)
-        written = self.buffers.arrays.slot_mapping[:, : plan.num_tokens]
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
-        num_samples = plan.num_samples
+        num_tokens, num_samples = plan.num_tokens, plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
         compute: Callable[[StepInputs, AttentionMetadata], Any] = self._forward
         pieces = self.piecewise if padding is None else None
-        if pieces is not None and pieces.sizes and pieces.fits(plan.num_tokens, num_rows):
+        if pieces is not None and pieces.sizes and pieces.fits(num_tokens, num_rows):
             compute = pieces.run
 
         def forward(sampled: Any) -> StepLogits:
             if copies:
                 self.pool.copy_blocks(copies)
             if step_states is not None:
-                step_states.before(self.pool, written)
+                step_states.before(self.pool, filled.buffers.arrays.slot_mapping[:, :num_tokens])
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=with_known(inputs.input_ids, sampled))
