@@ -14,14 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pyengine.kernels.sequences import FEW_TOKENS, Sequences, softplus
+from pyengine.kernels.sequences import FEW_TOKENS, PRODUCT, STATE_ELEMENTS, Sequences, softplus
 
 _CHUNK = 16
 """Tokens. With more, or with products in float32, a program needs more registers than there are."""
-_PRODUCT = tl.constexpr("tf32")
-"""The type of products in chunks: more bits than 16-bit rows have. Sums are float32."""
-_ELEMENTS = 4096
-"""Of a program's part of the state."""
 
 
 class DeltaRule(NamedTuple):
@@ -186,8 +182,8 @@ def _chunked_kernel(  # noqa: PLR0913, PLR0915, PLR0917
                     pairs += tl.sum(own[:, None, :] * ratio, 2)
                     reads += tl.sum(q[:, None, :] * ratio, 2)
                 else:
-                    pairs = tl.dot(own, tl.trans(own), pairs, input_precision=_PRODUCT)
-                    reads = tl.dot(q, tl.trans(own), reads, input_precision=_PRODUCT)
+                    pairs = tl.dot(own, tl.trans(own), pairs, input_precision=PRODUCT)
+                    reads = tl.dot(q, tl.trans(own), reads, input_precision=PRODUCT)
             key_norm = 1.0 / tl.sqrt(key_norm + eps)
             query_norm = scale / tl.sqrt(query_norm + eps)
             beta = tl.load(rate_gate + token * strides[4] + head, mask=is_own, other=0.0)
@@ -224,19 +220,19 @@ def _chunked_kernel(  # noqa: PLR0913, PLR0915, PLR0917
             is_value = is_v[:, None] & is_own[None, :]
             at = head * value_dim + v[:, None]
             wanted = tl.load(value + token[None, :] * strides[2] + at, mask=is_value, other=0.0)
-            known = tl.dot(matrix, until, input_precision=_PRODUCT)
+            known = tl.dot(matrix, until, input_precision=PRODUCT)
             change = beta[None, :] * (wanted.to(tl.float32) - known)
-            change = tl.dot(change, tl.trans(inverse), input_precision=_PRODUCT)
+            change = tl.dot(change, tl.trans(inverse), input_precision=PRODUCT)
             at = key_head * key_dim + k[None, :]
             q = tl.load(query + token[:, None] * strides[0] + at, mask=is_key, other=0.0)
             q = q.to(tl.float32) * query_norm[:, None] * tl.exp(total)
-            result = tl.dot(matrix, tl.trans(q), input_precision=_PRODUCT)
-            result = tl.dot(change, tl.trans(reads), result, input_precision=_PRODUCT)
+            result = tl.dot(matrix, tl.trans(q), input_precision=PRODUCT)
+            result = tl.dot(change, tl.trans(reads), result, input_precision=PRODUCT)
             at = head * value_dim + v[:, None]
             target = out + token[None, :] * (value_heads * value_dim) + at
             tl.store(target, result.to(out.dtype.element_ty), mask=is_value)
             after = own * tl.exp(last - total)
-            matrix = tl.dot(change, after, tl.exp(last) * matrix, input_precision=_PRODUCT)
+            matrix = tl.dot(change, after, tl.exp(last) * matrix, input_precision=PRODUCT)
         if slot >= 0:
             tl.debug_barrier()  # the slot may be the source, which other threads read
             tl.store(state + slot * size + place, matrix.to(state.dtype.element_ty), mask=mask)
@@ -273,7 +269,7 @@ def gated_delta(
     if not count:
         return out
     num_tokens, block_k = len(value), triton.next_power_of_2(key_dim)
-    block_v = min(triton.next_power_of_2(value_dim), max(1, _ELEMENTS // block_k))
+    block_v = min(triton.next_power_of_2(value_dim), max(1, STATE_ELEMENTS // block_k))
     arguments = (
         *rows,
         rule.rate,

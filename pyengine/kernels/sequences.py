@@ -12,6 +12,11 @@ FEW_TOKENS = 8
 So a token has the same bits beside other sequences' decodes and prefills.
 """
 
+PRODUCT = tl.constexpr("tf32")
+"""The type of products in chunks: more bits than 16-bit rows have. Sums are float32."""
+STATE_ELEMENTS = 4096
+"""Of a program's part of a state."""
+
 
 class Sequences(NamedTuple):
     """B sequences, whose tokens follow each other; tensors on the device of the kernels.

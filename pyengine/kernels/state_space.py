@@ -14,14 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from pyengine.kernels.sequences import FEW_TOKENS, Sequences, silu, softplus
+from pyengine.kernels.sequences import (
+    FEW_TOKENS,
+    PRODUCT,
+    STATE_ELEMENTS,
+    Sequences,
+    silu,
+    softplus,
+)
 
 _CHUNK = 32
 """Tokens. With more, or with products in float32, a program needs more registers than there are."""
-_PRODUCT = tl.constexpr("tf32")
-"""The type of products in chunks: more bits than 16-bit rows have. Sums are float32."""
-_ELEMENTS = 4096
-"""Of a program's part of the state."""
 
 
 class SpaceWeights(NamedTuple):
@@ -161,13 +164,13 @@ def _chunked_kernel(  # noqa: PLR0913, PLR0917
             writes, reads = writes.to(tl.float32), reads.to(tl.float32)
             total, last = tl.cumsum(step * rates, 0), tl.sum(step * rates, 0)
             ratio = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-            pairs = tl.dot(reads, tl.trans(writes), input_precision=_PRODUCT) * ratio
+            pairs = tl.dot(reads, tl.trans(writes), input_precision=PRODUCT) * ratio
             pairs = tl.where(i[:, None] >= i[None, :], pairs, 0.0)
             change = step[:, None] * value
-            result = tl.dot(reads * tl.exp(total)[:, None], space, input_precision=_PRODUCT)
-            result = tl.dot(pairs, change, result, input_precision=_PRODUCT) + skips * value
+            result = tl.dot(reads * tl.exp(total)[:, None], space, input_precision=PRODUCT)
+            result = tl.dot(pairs, change, result, input_precision=PRODUCT) + skips * value
             writes *= tl.exp(last - total)[:, None]
-            space = tl.dot(tl.trans(writes), change, tl.exp(last) * space, input_precision=_PRODUCT)
+            space = tl.dot(tl.trans(writes), change, tl.exp(last) * space, input_precision=PRODUCT)
             if gate is not None:
                 opened = tl.load(gate + token[:, None] * strides[4] + own, mask=is_value, other=0.0)
                 result *= silu(opened.to(tl.float32))
@@ -205,7 +208,7 @@ def state_space(
     if not count:
         return out
     num_tokens, block_n = len(x), triton.next_power_of_2(state_size)
-    block_p = min(triton.next_power_of_2(head_dim), max(1, _ELEMENTS // block_n), 64)
+    block_p = min(triton.next_power_of_2(head_dim), max(1, STATE_ELEMENTS // block_n), 64)
     arguments = (
         *rows,
         gate,
