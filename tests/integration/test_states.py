@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -68,8 +69,10 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 def answers(llm: LLM, params: SamplingParams = GREEDY) -> list[RequestOutput]:
     outputs = llm.generate(prompts(), params, use_tqdm=False)
-    stats = llm.stats()
-    assert (stats.usage.active, stats.usage.pinned) == (0, 0)
+    deadline = monotonic() + 30
+    while (usage := llm.stats().usage).pinned and monotonic() < deadline:
+        sleep(0.01)  # blocks that are being written to the store are pinned
+    assert (usage.active, usage.pinned) == (0, 0)
     return outputs
 
 
