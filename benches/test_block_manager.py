@@ -352,6 +352,14 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: sequence.want_snapshots([PROMPT // 2])
 
 
+@case("Sequence.keep_snapshot", "blocks of a snapshot", "8 blocks")
+def _(world: World) -> Iterator[Timed]:
+    sequence = BlockManager(NUM_BLOCKS, BLOCK, state_blocks=8).sequence(world.prompt)
+    sequence.extend(PROMPT)
+    sequence.publish(PROMPT)
+    yield sequence.keep_snapshot
+
+
 @case("Sequence.append", "tokens", "1 token")
 def _(world: World) -> Iterator[Timed]:
     sequence = world.manager.sequence(world.prompt)

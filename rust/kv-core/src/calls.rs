@@ -116,6 +116,8 @@ calls! {
     free_keeping FreeKeeping { sequence: u64, num_tokens: usize }
     /// [`BlockManager::want_snapshots`](crate::BlockManager::want_snapshots)
     want_snapshots WantSnapshots { sequence: u64, positions: Vec<usize> }
+    /// [`BlockManager::keep_snapshot`](crate::BlockManager::keep_snapshot)
+    keep_snapshot KeepSnapshot { sequence: u64 }
 }
 
 /// The answer of an operation.

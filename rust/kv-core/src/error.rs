@@ -99,9 +99,11 @@ pub enum Error {
         reserved: usize,
         num_blocks: usize,
     },
-    /// `extend` or `publish` in a pool with a state group: only a plan says which snapshots a step loads and writes.
-    #[error("sequence {sequence} has a state beside its blocks; compute it in planned steps")]
-    StateNeedsPlan { sequence: u64 },
+    /// `keep_snapshot` of a sequence that is not at the end of a block.
+    #[error(
+        "sequence {sequence} has {computed} computed tokens; a snapshot is kept at the end of a block"
+    )]
+    SnapshotPosition { sequence: u64, computed: usize },
     /// `publish` of tokens for which the sequence has no slots.
     #[error(
         "sequence {sequence} has slots for {slots} tokens, {end} cannot be computed; extend it first"

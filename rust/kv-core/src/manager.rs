@@ -386,11 +386,25 @@ impl BlockManager {
     /// block is reused. It reuses nothing inside a block, and nothing while lookahead slots are allocated (see
     /// [`BlockManager::trim`]) or from blocks that an open plan is to compute.
     ///
+    /// With states, it reuses those up to their last snapshot, if the sequence has none: copy that to the running state.
+    /// [`BlockManager::pin`] names its blocks.
+    ///
     /// # Errors
     /// [`Error::InPlan`]
     pub fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
         let call = || Call::reuse_cached(key.id);
         self.run(call, |state| state.reuse_cached(key, usize::MAX))
+    }
+
+    /// Caches the state of a sequence at its position, the end of a block, for a caller without plans. Returns the blocks
+    /// to which the caller copies the state, in the order of its bytes, before it runs another step; none if the prefix
+    /// has a snapshot, or is not cached.
+    ///
+    /// # Errors
+    /// [`Error::InPlan`], [`Error::SnapshotPosition`]
+    pub fn keep_snapshot(&mut self, key: SeqKey) -> Result<Extend, Error> {
+        let call = || Call::keep_snapshot(key.id);
+        self.run(call, |state| state.keep_snapshot(key))
     }
 
     /// Allocates slots for `num_tokens` tokens after the computed ones, for a step that the caller runs.

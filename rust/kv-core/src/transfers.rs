@@ -280,6 +280,7 @@ impl State {
         stats.failed_transfers += u64::from(restored == 0);
         let reused = match restored {
             0 => 0,
+            _ if self.has_state() => 0, // a prefill loads the snapshot, or `reuse_cached` is called
             _ => self.reuse_cached(ended.sequence, from).unwrap_or(0),
         };
         for block in ended.held.into_iter().chain(all).rev() {

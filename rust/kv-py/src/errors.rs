@@ -59,7 +59,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::TransferEnded { .. }
         | Error::TransferBlocks { .. }
         | Error::NotExtended { .. }
-        | Error::StateNeedsPlan { .. }
+        | Error::SnapshotPosition { .. }
         | Error::SharedBlock { .. }
         | Error::NotKnown { .. }
         | Error::Accepted { .. }

@@ -225,6 +225,15 @@ impl Sequence {
         reserve_answer(py, &self.core, answer)
     }
 
+    /// Caches the state of the sequence at its position, the end of a block, for an engine without plans. Returns
+    /// `NoRoom`, or `Extended` whose `blocks[0]` are the blocks to which the engine copies the state, in the order of its
+    /// bytes, before it runs another step: none if the prefix has a snapshot, or is not cached. Raises `PlanError` if
+    /// the computed tokens do not end with a block, or if an open plan holds the sequence.
+    fn keep_snapshot(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let answer = self.core.with(py, |core| core.keep_snapshot(self.key()))?;
+        extend_answer(py, answer, 1)
+    }
+
     /// Reserves slots for the `num_tokens` tokens after the computed ones, for a step without a plan.
     ///
     /// It reserves all slots or none. Slots that are already reserved count, so a call is needed only at a block

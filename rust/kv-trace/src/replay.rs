@@ -315,6 +315,10 @@ impl Player {
                 let key = self.sequence(*sequence)?;
                 (&self.manager.want_snapshots(key, positions)?).into()
             }
+            Call::KeepSnapshot { sequence } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.keep_snapshot(key)?).into()
+            }
             Call::DropSequence { sequence } => {
                 let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?

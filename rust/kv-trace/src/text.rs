@@ -95,6 +95,7 @@ impl Text for Call {
             Evict { num_blocks }
             FreeKeeping { sequence, num_tokens }
             WantSnapshots { sequence, positions }
+            KeepSnapshot { sequence }
         );
         format!("{}({})", self.kind(), arguments.join(", "))
     }

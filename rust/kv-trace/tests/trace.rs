@@ -67,6 +67,7 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     let loose = m.sequence(prompt, b"", true)?;
     m.want_snapshots(loose.key(), &[4, 8])?;
     assert_eq!(m.reuse_cached(loose.key())?, 8);
+    m.keep_snapshot(loose.key())?; // a model without states: nothing
     m.extend(loose.key(), 3)?;
     m.publish(loose.key(), 3, &[90_000])?;
     m.free_keeping(loose.key(), 8)?;

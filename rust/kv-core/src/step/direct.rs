@@ -22,10 +22,7 @@ impl State {
     /// `restored` on are counted as restored by a transfer.
     pub(crate) fn reuse_cached(&mut self, key: SeqKey, restored: usize) -> Result<usize, Error> {
         self.at_rest(key)?;
-        if self.has_state() {
-            return Ok(0); // a prefill matches them together with a snapshot
-        }
-        if !self.match_ready(key.seq_idx) || self.matched.num_indices == 0 {
+        if !self.match_ready(key.seq_idx) || !self.cut_at_snapshot(key.seq_idx) {
             return Ok(0);
         }
         let (mut slid, block_size) = (Vec::new(), self.groups.block_size());
@@ -52,12 +49,74 @@ impl State {
         Ok(reused)
     }
 
+    /// Cuts the current match at the last snapshot, which the sequence continues: its caller copies that to the running
+    /// state. False if nothing is left of the match.
+    fn cut_at_snapshot(&mut self, seq_idx: u32) -> bool {
+        if !self.has_state() {
+            return self.matched.num_indices > 0;
+        }
+        let seq = self.seqs.at(seq_idx);
+        let Some(snapshot) = self
+            .matched
+            .snapshot
+            .some()
+            .filter(|_| seq.planned_end == 0)
+        else {
+            return false;
+        };
+        // Without a replay, windows reach back one token further.
+        let (tokens, root) = (&seq.tokens[..self.matched.start], seq.registered);
+        let (matched, groups) = (&mut self.matched, &self.groups);
+        self.pool
+            .find_match(matched, groups, tokens, root, Purpose::Read);
+        if self.matched.num_indices * self.groups.block_size() < self.matched.start {
+            return false;
+        }
+        let blocks = self.pool.pin_snapshot(snapshot);
+        blocks.iter().for_each(|&block| self.pool.unpin(block));
+        self.seqs.at_mut(seq_idx).track_mut().last_kept = self.matched.start;
+        self.pool.stats.loaded_snapshots += 1;
+        true
+    }
+
+    /// Caches the state of a sequence at its position. Returns the blocks to which its caller copies the state; none if
+    /// there is nothing to write.
+    pub(crate) fn keep_snapshot(&mut self, key: SeqKey) -> Result<Extend, Error> {
+        let seq = self.at_rest(key)?;
+        let (sequence, computed) = (seq.id, seq.computed);
+        if computed == 0 || !computed.is_multiple_of(self.groups.block_size()) {
+            return Err(Error::SnapshotPosition { sequence, computed });
+        }
+        let kept = |blocks| Extend::Extended {
+            blocks,
+            copies: Vec::new(),
+        };
+        let config = self.pool.snapshots().map(|snapshots| snapshots.config);
+        let position = self.kept_position(key.seq_idx, computed);
+        let (Some(config), Some(position)) = (config, position) else {
+            return Ok(kept(Vec::new()));
+        };
+        if self.pool.snapshot_at(position).is_some() {
+            return Ok(kept(Vec::new()));
+        }
+        let (needed, available) = (config.blocks, self.pool.available());
+        if needed > available {
+            return Ok(Extend::NoRoom { needed, available });
+        }
+        let blocks = self.pool.take_for_snapshot(false);
+        let step = self.steps.last_closed();
+        let is_stored = self.pool.store_snapshot(position, &blocks, step, false);
+        blocks.iter().for_each(|&block| self.pool.unpin(block));
+        if !is_stored {
+            return Ok(kept(Vec::new()));
+        }
+        self.seqs.at_mut(key.seq_idx).track_mut().last_kept = computed;
+        Ok(kept(blocks))
+    }
+
     /// Allocates slots for `num_tokens` tokens after the computed ones.
     pub(crate) fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
         let computed = self.at_rest(key)?.computed;
-        if self.has_state() {
-            return Err(Error::StateNeedsPlan { sequence: key.id });
-        }
         let (seq_idx, mut copies) = (key.seq_idx, Vec::new());
         let (index, end) = (
             self.groups.index_of(computed),
@@ -105,9 +164,6 @@ impl State {
     ) -> Result<Vec<Remapping>, Error> {
         let seq = self.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
-        if self.has_state() {
-            return Err(Error::StateNeedsPlan { sequence });
-        }
         let end = computed.saturating_add(num_tokens);
         let slots = seq.table.end() * self.groups.block_size();
         let known = seq.tokens.len() + tokens.len();

@@ -307,7 +307,7 @@ impl State {
     }
 
     /// Where a snapshot of a sequence's first tokens is cached, if these are registered.
-    fn kept_position(&self, seq_idx: u32, num_tokens: usize) -> Option<NodePosition> {
+    pub(super) fn kept_position(&self, seq_idx: u32, num_tokens: usize) -> Option<NodePosition> {
         let registered = self.seqs.at(seq_idx).registered;
         let after = registered
             .end()

@@ -1,7 +1,7 @@
 //! Snapshots of states: where they are kept, what a match continues, and which ones go first.
 
 use kv_core::{
-    BlockId, BlockManager, Config, Error, Miss, MissReason, Prefill, Reserve, SeqHandle,
+    BlockId, BlockManager, Config, Error, Extend, Miss, MissReason, Prefill, Reserve, SeqHandle,
     StateConfig, StateCopy, Transfer,
 };
 
@@ -312,13 +312,71 @@ fn spare_snapshots_have_a_share() {
     assert!(fulls > 20, "the pool was full {fulls} times");
 }
 
+/// Blocks to which a state is copied.
+fn kept(m: &mut BlockManager, seq: &SeqHandle) -> Vec<BlockId> {
+    match m.keep_snapshot(seq.key()).expect("at the end of a block") {
+        Extend::Extended { blocks, .. } => blocks,
+        answer => panic!("{answer:?}"),
+    }
+}
+
 #[test]
-fn calls_without_plans_are_refused() {
-    let mut m = stateful(16);
-    let seq = sequence(&mut m, prompt(4));
-    let refused = Error::StateNeedsPlan { sequence: 1 };
-    assert_eq!(m.extend(seq.key(), 1), Err(refused.clone()));
-    assert_eq!(m.publish(seq.key(), 0, &[]), Err(refused));
+fn an_engine_without_plans_keeps_and_continues_snapshots() {
+    let mut m = stateful(32);
+    let seq = sequence(&mut m, prompt(22));
+    for num_tokens in [8, 4, 10] {
+        m.extend(seq.key(), num_tokens).expect("at rest");
+        m.publish(seq.key(), num_tokens, &[]).expect("extended");
+        if num_tokens == 8 {
+            assert_eq!(kept(&mut m, &seq).len(), 2);
+            assert_eq!(kept(&mut m, &seq), [], "it is there");
+        }
+        m.check().expect("sound");
+    }
+    let refused = Error::SnapshotPosition {
+        sequence: 1,
+        computed: 22,
+    };
+    assert_eq!(m.keep_snapshot(seq.key()), Err(refused));
+    // Blocks of 20 tokens are cached, and a state of 8.
+    let next = sequence(&mut m, prompt(22));
+    assert_eq!(m.reuse_cached(next.key()), Ok(8));
+    assert_eq!(m.view(next.key()).expect("live").num_computed_tokens, 8);
+    let pin = m.pin(next.key()).expect("live");
+    assert_eq!((pin.snapshot().0, pin.snapshot().1.len()), (8, 2));
+    drop(pin);
+    assert_eq!(
+        m.reuse_cached(next.key()),
+        Ok(0),
+        "it has a state of its own"
+    );
+    m.extend(next.key(), 4).expect("at rest");
+    let merged = m.publish(next.key(), 4, &[]).expect("extended");
+    assert_eq!(merged.len(), 1);
+    assert_eq!(kept(&mut m, &next).len(), 2);
+    assert_eq!(m.state_usage().snapshots, 2);
+    m.check().expect("sound");
+    // A plan continues it, too.
+    let third = sequence(&mut m, prompt(22));
+    assert_eq!(steps(&mut m, &third, PLENTY)[0].0, 12);
+}
+
+#[test]
+fn a_snapshot_without_room_is_not_kept() {
+    let mut m = stateful(3);
+    let seq = sequence(&mut m, prompt(9));
+    m.extend(seq.key(), 8).expect("at rest");
+    m.publish(seq.key(), 8, &[]).expect("extended");
+    let no_room = Extend::NoRoom {
+        needed: 2,
+        available: 1,
+    };
+    assert_eq!(m.keep_snapshot(seq.key()), Ok(no_room));
+    m.check().expect("sound");
+}
+
+#[test]
+fn snapshots_of_too_many_blocks_are_refused() {
     let too_large = Config {
         state: Some(StateConfig::new(17)),
         ..settings(16)

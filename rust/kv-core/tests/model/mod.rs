@@ -1287,12 +1287,15 @@ impl Model {
     pub(crate) fn reuse_cached(&mut self, seq: u64) -> usize {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let stands = s.computed == s.registered * size && s.table.len() == s.registered;
-        if !stands || !self.caching || !s.read_cache || self.state.is_some() {
+        if !stands || !self.caching || !s.read_cache {
             return 0;
         }
-        let matched = self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
-            self.is_ready(block)
-        });
+        let matched = match self.state {
+            None => self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
+                self.is_ready(block)
+            }),
+            Some(_) => self.matched_to_snapshot(&s),
+        };
         if matched.is_empty() {
             return 0;
         }
@@ -1471,7 +1474,7 @@ impl Model {
         self.loads.insert(number, last);
         let at_rest = self.seqs.get(&seq);
         let at_rest = at_rest.is_some_and(|seq| seq.planned == 0);
-        let reused = match restored > 0 && at_rest {
+        let reused = match restored > 0 && at_rest && self.state.is_none() {
             true => self.reuse_cached(seq),
             false => 0,
         };

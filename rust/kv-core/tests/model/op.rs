@@ -50,6 +50,7 @@ pub(crate) enum Op {
     Evict(usize),
     /// Snapshots of a sequence at two positions.
     Want(usize, usize, usize),
+    Keep(usize),
 }
 
 /// A bound that means any index of a list that is short.
@@ -58,7 +59,7 @@ const ANY: usize = 256;
 impl Op {
     /// An operation made of at most eight numbers; `below` gives one below its argument.
     pub(crate) fn choose(below: &mut impl FnMut(usize) -> usize) -> Self {
-        match below(233) {
+        match below(238) {
             0..8 => Self::New {
                 namespace: below(2) as u8,
                 pattern: below(4) as u8,
@@ -107,7 +108,8 @@ impl Op {
             226 => Self::DropTransfer(below(ANY)),
             227 => Self::Abandon(below(ANY)),
             228..230 => Self::Evict(below(6)),
-            _ => Self::Want(below(ANY), below(60), below(12)),
+            230..233 => Self::Want(below(ANY), below(60), below(12)),
+            _ => Self::Keep(below(ANY)),
         }
     }
 }

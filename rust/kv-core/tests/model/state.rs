@@ -1,6 +1,8 @@
 //! Snapshots of states in the model: named by all tokens that went into them.
 
-use kv_core::{Explanation, Miss, MissReason, Prefill, PrefillRequest, StateConfig};
+use kv_core::{
+    BlockId, Explanation, Extend, Miss, MissReason, Prefill, PrefillRequest, StateConfig,
+};
 
 use super::{EntryKind, Load, LogicalBlock, Model, PrefixKey, Seq, blocks};
 
@@ -58,6 +60,56 @@ impl Model {
     pub(super) fn is_spare(&self, block: u32) -> bool {
         let mut all = self.snapshots.values();
         all.any(|snapshot| snapshot.is_spare && snapshot.blocks.contains(&block))
+    }
+
+    /// The match of a sequence that has not begun, up to its last snapshot, which counts as used now.
+    pub(super) fn matched_to_snapshot(&mut self, s: &Seq) -> Vec<LogicalBlock> {
+        if s.ahead > 0 {
+            return Vec::new();
+        }
+        let is_ready = |block| self.is_ready(block);
+        let limits = (0, s.tokens.len() - 1);
+        let found = self.matched_with_state(s.namespace, &s.tokens, 0, 0, is_ready, limits);
+        let Some(prefix) = found.snapshot else {
+            return Vec::new();
+        };
+        let matched = self.matched(s.namespace, &s.tokens[..found.start], 0, 0, is_ready);
+        if matched.len() * self.block_size < found.start {
+            return Vec::new();
+        }
+        let snapshot = self.snapshots.get_mut(&prefix).expect("cached");
+        snapshot.is_spare = false;
+        for block in snapshot.blocks.clone() {
+            self.unqueue(block);
+            self.enqueue_unused([block]);
+        }
+        matched
+    }
+
+    pub(crate) fn keep_snapshot(&mut self, seq: u64) -> Extend {
+        let s = self.seqs[&seq].clone();
+        let kept = |blocks: Vec<u32>| Extend::Extended {
+            blocks: blocks.into_iter().map(BlockId::from).collect(),
+            copies: Vec::new(),
+        };
+        let prefix = (s.namespace, s.tokens[..s.computed].to_vec());
+        let is_registered = s.computed <= s.registered * self.block_size;
+        if self.state.is_none() || !is_registered || self.snapshots.contains_key(&prefix) {
+            return kept(Vec::new());
+        }
+        let (needed, available) = (self.config().blocks, self.queue.len());
+        if needed > available {
+            return Extend::NoRoom { needed, available };
+        }
+        let blocks = self.take_for_snapshot(false);
+        let mut groups = 0..self.groups.len();
+        let is_cached = groups.all(|group| self.known(prefix.0, &prefix.1, group).is_some());
+        if is_cached {
+            self.restore_snapshot(&prefix, &blocks);
+            self.seqs.get_mut(&seq).expect("live").last_kept = s.computed;
+        }
+        self.enqueue_unused(blocks.iter().copied());
+        kept(if is_cached { blocks } else { Vec::new() })
     }
 
     /// Caches a snapshot that a transfer has filled, unless its prefix has one.

@@ -117,7 +117,7 @@ struct Arrays {
 }
 
 /// Events that every long run reaches.
-const COUNTED: &str = "pending_tokens reused_tokens published_tokens transfers awaited_transfers waiting_prefills \
+const COUNTED: &str = "pending_tokens reused_tokens published_tokens kept_snapshots transfers awaited_transfers waiting_prefills \
     kept_blocks explained_hits explained_new explained_diverged explained_evicted \
     explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block explained_no_snapshot computing_prefills";
 
@@ -350,6 +350,7 @@ impl World {
                     self.model.seqs.get_mut(&id).expect("live").wanted = wanted;
                 }
             }
+            Op::Keep(i) => self.keep_snapshot(i)?,
             _ => self.apply_step(op)?,
         }
         Ok(())

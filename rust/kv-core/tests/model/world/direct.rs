@@ -31,7 +31,76 @@ impl World {
         if self.exact {
             prop_assert_eq!(reused, self.model.reuse_cached(id));
         }
+        if reused > 0 && self.model.state.is_some() {
+            self.continue_snapshot(key, id, reused)?;
+        }
         self.read_reused(key, id)
+    }
+
+    /// The caller copies the snapshot to the running state.
+    fn continue_snapshot(&mut self, key: SeqKey, id: u64, at: usize) -> Result<(), TestCaseError> {
+        let pin = self.manager.pin(key).expect("live");
+        if self.exact {
+            self.model.pin(self.next_pin, id);
+        }
+        let (position, blocks) = pin.snapshot();
+        prop_assert_eq!(position, at);
+        let seq = &self.model.seqs[&id];
+        let state = seq.tokens[..at].to_vec();
+        for (part, block) in blocks.iter().enumerate() {
+            let read = self.states[block.get() as usize].as_ref();
+            let expected = ((seq.namespace, state.clone()), part);
+            prop_assert_eq!(read, Some(&expected), "sequence {}", id);
+        }
+        self.running.insert(id, state);
+        drop(pin);
+        self.model.drop_pin(self.next_pin);
+        self.next_pin += 1;
+        Ok(())
+    }
+
+    /// Keeps the running state, and copies it.
+    pub(super) fn keep_snapshot(&mut self, i: usize) -> Result<(), TestCaseError> {
+        let Some((key, id)) = self.chosen(i) else {
+            return Ok(());
+        };
+        let computed = self.manager.view(key).expect("live").num_computed_tokens;
+        let answer = self.manager.keep_snapshot(key);
+        let (sequence, size) = (id, self.model.block_size);
+        let refused = if self.busy(id) {
+            Some(Error::InPlan { sequence })
+        } else if computed == 0 || computed % size > 0 {
+            Some(Error::SnapshotPosition { sequence, computed })
+        } else {
+            None
+        };
+        if let Some(error) = refused {
+            prop_assert_eq!(answer, Err(error));
+            return Ok(());
+        }
+        let answer = answer.expect("at rest");
+        if self.exact {
+            prop_assert_eq!(&answer, &self.model.keep_snapshot(id));
+        }
+        self.check_all_evicted()?;
+        let Extend::Extended { blocks, .. } = answer else {
+            return Ok(());
+        };
+        if !blocks.is_empty() {
+            *self.counts.entry("kept_snapshots").or_default() += 1;
+            let seq = &self.model.seqs[&id];
+            prop_assert_eq!(
+                self.running.get(&id),
+                Some(&seq.tokens[..computed].to_vec())
+            );
+        }
+        for (part, block) in blocks.iter().enumerate() {
+            let state = (self.model.seqs[&id].namespace, self.running[&id].clone());
+            let block = block.get() as usize;
+            self.states[block] = Some((state, part));
+            self.kv[block * size..][..size].fill(None);
+        }
+        Ok(())
     }
 
     /// The next token reads what a sequence has reused.
@@ -52,10 +121,6 @@ impl World {
         if self.busy(id) {
             prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
             prop_assert_eq!(self.table(key), before);
-            return Ok(());
-        }
-        if self.model.state.is_some() {
-            prop_assert_eq!(answer, Err(Error::StateNeedsPlan { sequence: id }));
             return Ok(());
         }
         let answer = answer.expect("at rest");
@@ -115,8 +180,6 @@ impl World {
         let answer = self.manager.publish(key, num_tokens, &tokens);
         let refused = if self.busy(id) {
             Some(Error::InPlan { sequence: id })
-        } else if self.model.state.is_some() {
-            Some(Error::StateNeedsPlan { sequence: id })
         } else if end > slots {
             let sequence = id;
             Some(Error::NotExtended {
@@ -163,8 +226,15 @@ impl World {
             seq.tokens.extend(&tokens);
         }
         let seq = &self.model.seqs[&id];
+        if self.model.state.is_some() && num_tokens > 0 {
+            let before = self.running.get(&id).filter(|_| computed > 0);
+            let before = before.map_or(&[][..], Vec::as_slice);
+            prop_assert_eq!(before, &seq.tokens[..computed], "the state of {}", id);
+            self.running.insert(id, seq.tokens[..end].to_vec());
+        }
         for position in written_from..end {
             for block in table[position / size].iter().flatten() {
+                self.states[*block] = None;
                 let kv = (seq.namespace, seq.tokens[..=position].to_vec());
                 self.kv[block * size + position % size] = Some(kv);
             }
