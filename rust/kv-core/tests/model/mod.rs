@@ -1294,7 +1294,7 @@ impl Model {
             None => self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
                 self.is_ready(block)
             }),
-            Some(_) => self.matched_to_snapshot(&s),
+            Some(_) => self.matched_to_snapshot(seq, &s),
         };
         if matched.is_empty() {
             return 0;

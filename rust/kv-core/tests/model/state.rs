@@ -63,7 +63,7 @@ impl Model {
     }
 
     /// The match of a sequence that has not begun, up to its last snapshot, which counts as used now.
-    pub(super) fn matched_to_snapshot(&mut self, s: &Seq) -> Vec<LogicalBlock> {
+    pub(super) fn matched_to_snapshot(&mut self, seq: u64, s: &Seq) -> Vec<LogicalBlock> {
         if s.ahead > 0 {
             return Vec::new();
         }
@@ -83,6 +83,7 @@ impl Model {
             self.unqueue(block);
             self.enqueue_unused([block]);
         }
+        self.seqs.get_mut(&seq).expect("live").last_kept = found.start;
         matched
     }
 
