@@ -116,6 +116,7 @@ def walk_sequence(walk: Walk, keep: Sequence) -> None:
     for name in (*getters, "block_table", "block_tables", "tokens", "explain", "pin", "__repr__"):
         walk(keep, name)
     walk(keep, "want_snapshots", [4, 8])
+    walk(keep, "keep_snapshot")
     walk(keep, "fork", 5)
     walk(keep, "fork", 5000)
     other, pin = walk.manager.sequence(PROMPT), walk.manager.match_prefix(PROMPT)

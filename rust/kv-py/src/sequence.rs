@@ -201,7 +201,9 @@ impl Sequence {
     ///
     /// At most all known tokens but one are reused. The last token must still be computed; its KV is not written if
     /// its block was reused. Nothing is reused if the computed tokens end inside a block, if slots are reserved, or
-    /// from blocks that an open plan computes. Raises `PlanError` if an open plan holds the sequence.
+    /// from blocks that an open plan computes. With `state_blocks`, a sequence without computed tokens reuses those up to
+    /// the last snapshot of its prefix: copy that (`pin().state_blocks`) to the running state. Raises `PlanError` if an
+    /// open plan holds the sequence.
     fn reuse_cached(&self, py: Python<'_>) -> PyResult<usize> {
         self.core.with(py, |core| core.reuse_cached(self.key()))
     }

@@ -6,6 +6,8 @@ from pyengine.kv_cache import (
     BlockManager,
     Computing,
     ConfigError,
+    Extended,
+    NoRoom,
     PlanError,
     Prefilled,
     Sequence,
@@ -108,11 +110,7 @@ def test_equal_prompts_wait_for_the_first() -> None:
     assert compute(manager, second)[0][0] == 4
 
 
-def test_misuse() -> None:
-    manager = stateful()
-    sequence = manager.sequence(range(4))
-    with pytest.raises(PlanError, match="planned steps"):
-        sequence.extend(4)
+def test_snapshots_of_more_blocks_than_the_pool_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="blocks of a snapshot"):
         BlockManager(4, 4, state_blocks=5)
 
@@ -129,3 +127,38 @@ def test_a_recording_has_the_settings(tmp_path: object) -> None:
     assert report.divergence is None
     assert report.settings["state_blocks"] == 2
     assert report.settings["snapshot_cadence"] == 16
+
+
+def test_an_engine_without_plans_keeps_and_continues_snapshots() -> None:
+    manager = stateful()
+    first = manager.sequence(range(22))
+    for count in (12, 10):
+        assert isinstance(first.extend(count), Extended)
+        first.publish(count)
+        if first.num_computed_tokens == 12:
+            kept = first.keep_snapshot()
+            assert isinstance(kept, Extended)
+            assert (len(kept.blocks), len(kept.blocks[0]), kept.copies) == (1, 2, [])
+    with pytest.raises(PlanError, match="22 computed tokens; a snapshot is kept at the end of a"):
+        first.keep_snapshot()
+
+    second = manager.sequence([*range(20), 99])
+    assert second.reuse_cached() == 12
+    with second.pin() as pin:
+        assert (pin.num_state_tokens, pin.state_blocks) == (12, kept.blocks[0])
+    again = second.keep_snapshot()
+    assert isinstance(again, Extended) and again.blocks == [[]]  # it is there
+    second.extend(8)
+    assert len(second.publish(8)) == 2  # merged with those of the first
+    assert manager.state_usage().snapshots == 1
+    manager.check()
+
+
+def test_a_snapshot_without_room_is_not_kept() -> None:
+    manager = BlockManager(4, 4, state_blocks=3)
+    sequence = manager.sequence(range(9))
+    sequence.extend(8)
+    sequence.publish(8)
+    refused = sequence.keep_snapshot()
+    assert isinstance(refused, NoRoom) and (refused.needed, refused.available) == (3, 2)
+    manager.check()
