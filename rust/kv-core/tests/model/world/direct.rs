@@ -69,7 +69,7 @@ impl World {
         let (sequence, size) = (id, self.model.block_size);
         let refused = if self.busy(id) {
             Some(Error::InPlan { sequence })
-        } else if computed == 0 || computed % size > 0 {
+        } else if computed == 0 || !computed.is_multiple_of(size) {
             Some(Error::SnapshotPosition { sequence, computed })
         } else {
             None
