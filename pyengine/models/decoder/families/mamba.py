@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyengine.models.decoder.families.experts import expert_names, routed
@@ -166,7 +167,6 @@ def _falcon_h1(settings: Settings) -> DecoderSpec:
     norm, number = rms(settings), settings.number
     expanded = settings.integer("mamba_expand") * settings.integer("hidden_size")
     width = settings.optional_integer("mamba_d_ssm") or expanded
-    _check_mamba(settings, "hidden_act")
     has_norm, gates_last = settings.flag("mamba_rms_norm"), settings.flag("mamba_norm_before_gate")
     groups = settings.integer("mamba_n_groups")
     gated_norm = GatedNorm(size=width // groups, eps=norm.eps, gates_first=not gates_last)
@@ -182,9 +182,8 @@ def _falcon_h1(settings: Settings) -> DecoderSpec:
         output_scale=number("ssm_out_multiplier"),
     )
     mixer = attention(settings, bias="attention_bias")
-    mixer = attention(
-        settings,
-        bias="attention_bias",
+    mixer = replace(
+        mixer,
         scaling=mixer.scaling * number("key_multiplier", above=0),
         input_scale=number("attention_in_multiplier"),
         output_scale=number("attention_out_multiplier"),
