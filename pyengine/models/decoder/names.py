@@ -106,6 +106,16 @@ ATTENTION = {
     "key_norm": stored("self_attn.k_norm"),
     "sinks": vector("self_attn.sinks"),
 }
+LATENT_ATTENTION = {
+    "query": stored("self_attn.q_proj"),
+    "query_down": stored("self_attn.q_a_proj"),
+    "query_latent": stored("self_attn.q_a_layernorm"),
+    "query_up": stored("self_attn.q_b_proj"),
+    "kv_down": stored("self_attn.kv_a_proj_with_mqa"),
+    "kv_latent": stored("self_attn.kv_a_layernorm"),
+    "kv_up": stored("self_attn.kv_b_proj"),
+    "out": stored("self_attn.o_proj"),
+}
 GATED = {"gate_up": stored("mlp.gate_proj", "mlp.up_proj"), "down": stored("mlp.down_proj")}
 MTP = {
     "mtp_embedding_norm": stored("enorm"),

@@ -9,6 +9,7 @@ from pyengine.models.decoder.families.experts import (
     qwen_experts,
     qwen_sparse_layers,
 )
+from pyengine.models.decoder.families.latent import latent_attention
 from pyengine.models.decoder.families.parts import (
     DEFAULTS,
     NEUTRAL,
@@ -35,6 +36,7 @@ from pyengine.models.decoder.families.sigmoid_experts import (
 from pyengine.models.decoder.names import (
     ATTENTION,
     GATED,
+    LATENT_ATTENTION,
     PRE_NORM,
     Stored,
     names,
@@ -48,7 +50,6 @@ from pyengine.models.decoder.spec import (
     Attention,
     DecoderSpec,
     FeedForward,
-    LatentAttention,
     Layer,
     Norm,
     QueryKeyNorm,
@@ -187,7 +188,8 @@ def _kimi_linear(settings: Settings) -> DecoderSpec:
     first = settings.integer("first_k_dense_replace", 0)
     is_sparse = sparse_layers(settings, first)
     experts, mlp = with_shared(settings, sigmoid_routing(settings)), gated(settings)
-    mixer = _kimi_attention(settings)
+    without_rotation(settings)
+    mixer = latent_attention(settings, rotary=None)
     layers = [
         pre_norm(mixer if attends else delta, experts if sparse else mlp, norm)
         for attends, sparse in zip(attending, is_sparse, strict=True)
@@ -205,27 +207,6 @@ def _kimi_attending(settings: Settings, section: Settings | None) -> list[bool]:
         keeps_state = recurrent_layers(settings, lambda layer: layer % 4 != 0 or layer == 0)
         return [not state for state in keeps_state]
     return [number + 1 in attending for number in range(layer_count(settings))]
-
-
-def _kimi_attention(settings: Settings) -> LatentAttention:
-    heads = settings.integer("num_attention_heads")
-    without_rotation(settings)
-    if (settings.optional_integer("num_key_value_heads") or heads) != heads:
-        settings.refuse("num_key_value_heads", f"latent attention expands keys to {heads} heads")
-    plain, shared = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
-    settings.only("qk_head_dim", plain + shared, why="it is the sum of the two")
-    return LatentAttention(
-        heads=heads,
-        plain_dim=plain,
-        shared_dim=shared,
-        value_dim=settings.integer("v_head_dim"),
-        kv_rank=settings.integer("kv_lora_rank"),
-        query_rank=settings.optional_integer("q_lora_rank"),
-        scaling=(plain + shared) ** -0.5,
-        rotary=None,
-        norm=Norm(eps=1e-6),
-        has_bias=settings.flag("attention_bias"),
-    )
 
 
 _OLMO_GATED_EPS = 1e-5
@@ -289,6 +270,7 @@ _OLMO_NAMES = names(
 )
 _KIMI_EXPERTS = expert_names("block_sparse_moe.experts", "w1", "w3", "w2")
 _KIMI_NAMES = names(
+    LATENT_ATTENTION,
     PRE_NORM,
     _KIMI_EXPERTS,
     gate_up=(
@@ -302,14 +284,6 @@ _KIMI_NAMES = names(
         "block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"
     ),
     shared_down=stored("block_sparse_moe.shared_experts.down_proj"),
-    query=stored("self_attn.q_proj"),
-    query_down=stored("self_attn.q_a_proj"),
-    query_latent=stored("self_attn.q_a_layernorm"),
-    query_up=stored("self_attn.q_b_proj"),
-    kv_down=stored("self_attn.kv_a_proj_with_mqa"),
-    kv_latent=stored("self_attn.kv_a_layernorm"),
-    kv_up=stored("self_attn.kv_b_proj"),
-    out=stored("self_attn.o_proj"),
     delta_qkv=stored(*(f"self_attn.{part}_proj" for part in "qkv")),
     conv=stored(*(f"self_attn.{part}_conv1d" for part in "qkv")),
     delta_b=stored("self_attn.b_proj"),

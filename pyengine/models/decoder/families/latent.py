@@ -21,7 +21,7 @@ from pyengine.models.decoder.families.sigmoid_experts import (
     sparse_layers,
     with_shared,
 )
-from pyengine.models.decoder.names import GATED, MTP, PRE_NORM, names, stored
+from pyengine.models.decoder.names import GATED, LATENT_ATTENTION, MTP, PRE_NORM, names
 from pyengine.models.decoder.rotary_settings import (
     RotaryKind,
     read_rotary,
@@ -29,33 +29,41 @@ from pyengine.models.decoder.rotary_settings import (
     yarn_score_scale,
 )
 from pyengine.models.decoder.settings import Settings
-from pyengine.models.decoder.spec import DecoderSpec, LatentAttention, Norm
+from pyengine.models.decoder.spec import DecoderSpec, LatentAttention, Norm, Rotary
 
 _LATENT_NORM = Norm(eps=1e-6)
 """Norms of latents do not have the epsilon of the configuration."""
 
 
-def _attention(settings: Settings) -> LatentAttention:
+def latent_attention(
+    settings: Settings, rotary: Rotary | None, score_scale: float = 1.0
+) -> LatentAttention:
+    """Attention with latents by DeepSeek's keys. `score_scale` is a factor on the scores."""
     heads = settings.integer("num_attention_heads")
     kv_heads = settings.optional_integer("num_key_value_heads") or heads
     if kv_heads != heads:
         settings.refuse("num_key_value_heads", f"latent attention expands keys to {heads} heads")
-    plain, rotated = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
-    settings.only("qk_head_dim", plain + rotated, why="it is the sum of the two")
-    order: Literal["pairs", "halves"] = "pairs" if settings.flag("rope_interleave") else "halves"
-    score_scale = yarn_score_scale(rope_section(settings))
+    plain, shared = settings.integer("qk_nope_head_dim"), settings.integer("qk_rope_head_dim")
+    settings.only("qk_head_dim", plain + shared, why="it is the sum of the two")
     return LatentAttention(
         heads=heads,
         plain_dim=plain,
-        shared_dim=rotated,
+        shared_dim=shared,
         value_dim=settings.integer("v_head_dim"),
         kv_rank=settings.integer("kv_lora_rank"),
         query_rank=settings.optional_integer("q_lora_rank"),
-        scaling=(plain + rotated) ** -0.5 * score_scale,
-        rotary=read_rotary(settings, rotated, RotaryKind(order=order)),
+        scaling=(plain + shared) ** -0.5 * score_scale,
+        rotary=rotary,
         norm=_LATENT_NORM,
         has_bias=settings.flag("attention_bias"),
     )
+
+
+def _attention(settings: Settings) -> LatentAttention:
+    order: Literal["pairs", "halves"] = "pairs" if settings.flag("rope_interleave") else "halves"
+    rotated = settings.integer("qk_rope_head_dim")
+    rotary = read_rotary(settings, rotated, RotaryKind(order=order))
+    return latent_attention(settings, rotary, yarn_score_scale(rope_section(settings)))
 
 
 def _latent(settings: Settings, is_sparse: Sequence[bool]) -> DecoderSpec:
@@ -81,21 +89,7 @@ def _glm4_moe_lite(settings: Settings) -> DecoderSpec:
 
 
 _ONLY = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
-_NAMES = names(
-    PRE_NORM,
-    GATED,
-    QWEN_EXPERTS,
-    SHARED_EXPERTS,
-    MTP,
-    query=stored("self_attn.q_proj"),
-    query_down=stored("self_attn.q_a_proj"),
-    query_latent=stored("self_attn.q_a_layernorm"),
-    query_up=stored("self_attn.q_b_proj"),
-    kv_down=stored("self_attn.kv_a_proj_with_mqa"),
-    kv_latent=stored("self_attn.kv_a_layernorm"),
-    kv_up=stored("self_attn.kv_b_proj"),
-    out=stored("self_attn.o_proj"),
-)
+_NAMES = names(PRE_NORM, GATED, QWEN_EXPERTS, SHARED_EXPERTS, MTP, LATENT_ATTENTION)
 _DEEPSEEK = {
     **DEFAULTS,
     "vocab_size": 129280,
