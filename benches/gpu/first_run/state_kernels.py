@@ -79,7 +79,7 @@ def run(context: Context) -> None:
 def steps(context: Context) -> dict[str, list[int]]:
     """The numbers of tokens of each sequence of a step."""
     full = {"decodes": [1] * 32, "chunks": [512] * 4, "mixed": [512, 5, 100, *[1] * 29]}
-    tiny = {"decodes": [1] * 2, "mixed": [1, 37, 3, 1]}
+    tiny = {"decodes": [1] * 2, "mixed": [1, 18, 3, 1]}
     chosen: dict[str, list[int]] = context.either(full, tiny)
     return chosen
 
@@ -97,11 +97,11 @@ def mixers(context: Context) -> dict[str, RecurrentMixer]:
     tiny = {
         "short convolution": ShortConv(width=40, convolution=3),
         "delta rule": GatedDelta(
-            key_heads=2, value_heads=4, key_dim=20, value_dim=12, convolution=4, norm=small
+            key_heads=1, value_heads=2, key_dim=20, value_dim=12, convolution=4, norm=small
         ),
         "delta rule by channel": DeltaAttention(heads=2, head_dim=12, convolution=4, norm=small),
         "state space": Mamba2(
-            heads=4, head_dim=12, groups=2, state_size=16, convolution=4, norm=wide
+            heads=2, head_dim=24, groups=1, state_size=16, convolution=4, norm=wide
         ),
         "state space by channel": Mamba(width=40, state_size=8, rank=5, convolution=4, eps=1e-6),
     }
