@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -24,10 +25,13 @@ import torch
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benches.engine.states import SHAPES
 from benches.gpu.decoders import unfilled_decoder
 from pyengine.attention.backend import QKV, AttentionOptions
 from pyengine.attention.context import PagedContext
 from pyengine.attention.dispatch import CompiledModel, running
+from pyengine.kv_cache.states import LayerState, StateInputs
+from pyengine.models.decoder.model import DecoderModel
 from pyengine.models.fallback import FallbackModel, attending_layers
 from pyengine.models.model import Model
 from pyengine.models.transformers_calls import quiet_transformers
@@ -48,8 +52,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 64},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
 }
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["full_attention", "conv"]},
+    "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"]},
+    "granitemoehybrid": {
+        "layer_types": ["attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "shared_intermediate_size": 256,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+    },
+}
+"""Families with one layer that attends before others, which keep states, all of one kind."""
 FEWEST = 2
 """Layers; the other model has twice as many, so that kinds of layers that alternate count alike."""
+_BY_LENGTH = ("_recurrent_kernel", "_chunked_kernel")
+_KERNELS = {
+    **dict.fromkeys(("add_norm", "gate", "grouped_linear", "short_conv"), ("_kernel",)),
+    "gated_norm": ("_kernel",),
+    **dict.fromkeys(("delta_rule", "state_space"), _BY_LENGTH),
+}
+"""The Triton kernels of a step's layers, by module of `pyengine.kernels`."""
 
 
 class Launches(TorchDispatchMode):
@@ -63,7 +88,8 @@ class Launches(TorchDispatchMode):
         """Count, and go on."""
         result = func(*args, **(kwargs or {}))
         is_memory = "empty" in str(func)
-        if not func.is_view and not is_memory and isinstance(result, torch.Tensor):
+        is_view = func.is_view or func is torch.ops.aten._unsafe_view.default
+        if not is_view and not is_memory and isinstance(result, torch.Tensor):
             self.counts[str(func)] += 1
         return result
 
@@ -72,9 +98,11 @@ class Launches(TorchDispatchMode):
         """Inside, our Triton kernels are there, compute nothing and are counted."""
         with ExitStack() as stack:
             stack.enter_context(patch("pyengine.kernels.has_kernels", lambda _device: True))
-            for name in ("add_norm", "gate", "grouped_linear"):
+            for name, kernels in _KERNELS.items():
                 module = import_module(f"pyengine.kernels.{name}")
-                stack.enter_context(patch.object(module, "_kernel", _Kernel(name, self.counts)))
+                for kernel in kernels:
+                    counted = _Kernel(name, self.counts)
+                    stack.enter_context(patch.object(module, kernel, counted))
             yield
 
 
@@ -104,7 +132,11 @@ class Counting:
 
 def settings_of(family: str, layers: int) -> dict[str, Any]:
     """A configuration with so many layers."""
-    return {**SMALL, **FAMILIES[family], "num_hidden_layers": layers}
+    settings = {**SMALL, **{**FAMILIES, **RECURRENT}[family], "num_hidden_layers": layers}
+    if family in RECURRENT:
+        first, others = RECURRENT[family]["layer_types"]
+        settings["layer_types"] = [first, *[others] * (layers - 1)]
+    return settings
 
 
 def decoder(family: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Model:
@@ -125,17 +157,41 @@ def module(family: str, layers: int, device: str) -> Model:
 
 def eager(family: str, build: Callable[[str, int, str], Model] = decoder) -> float:
     """Launches of a layer, one operator after the other."""
-    counts = []
-    for layers in (FEWEST, 2 * FEWEST):
-        seen = Launches()
-        with seen.of_kernels():
-            model = build(family, layers, "meta")
-            ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
-            context = PagedContext(Counting(), [None] * layers)
-            with torch.no_grad(), seen:  # inference mode leaves composites whole
-                model(ids, ids, ids[:1], context)
-        counts.append(seen.counts)
-    return sum((counts[1] - counts[0]).values()) / FEWEST
+    few, many = (_launches(partial(build, family, FEWEST * times, "meta")) for times in (1, 2))
+    return sum((many - few).values()) / FEWEST
+
+
+def whole_step(name: str) -> Counter[str]:
+    """Launches of a decode step of one of `SHAPES`, from tokens to logits."""
+    settings = {**SHAPES[name]}
+    family, device = settings.pop("model_type"), torch.device("meta")
+    return _launches(lambda: unfilled_decoder(family, settings, device)[0])
+
+
+def _launches(build: Callable[[], Model]) -> Counter[str]:
+    """Those of a decode of `ROWS` sequences, one operator after the other."""
+    seen = Launches()
+    with seen.of_kernels():
+        model = build()
+        ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+        context = PagedContext(Counting(), [None] * 2 * FEWEST, states=_states(model))
+        with torch.no_grad(), seen:  # inference mode leaves composites whole
+            model(ids, ids, ids[:1], context)
+    return seen.counts
+
+
+def _states(model: Model) -> StateInputs | None:
+    """The states of a decode, if the model is a decoder with recurrent layers."""
+    specs = model._decoder.spec.state_specs if isinstance(model, DecoderModel) else ()
+    if not specs:
+        return None
+    indices = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+    starts = torch.zeros(ROWS + 1, dtype=torch.int32, device="meta")
+    layers = [
+        LayerState(*(torch.zeros(ROWS, *array.shape, device="meta") for array in spec.arrays))
+        for spec in specs
+    ]
+    return StateInputs(starts, indices, indices, layers)
 
 
 def compiled(family: str) -> float:
@@ -176,6 +232,12 @@ def main() -> None:
         launches = f"{compiled(family):g}" if options.compiled else ""
         plain, ours = eager(family, module), eager(family)
         print(f"| {family} | {plain:g} | {ours:g} | {launches} |", flush=True)
+    print("\n| family | its layer that keeps a state |\n|---|---:|")
+    for family in RECURRENT:
+        print(f"| {family} | {eager(family):g} |", flush=True)
+    print("\n| model | a decode step |\n|---|---:|")
+    for name in SHAPES:
+        print(f"| {name} | {whole_step(name).total():,} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.dtypes import DType
 from tests.fake_cuda import libraries
+from tests.gpu import models
 from tests.gpu.models import _BASE, FAMILIES, LONGEST, VOCABULARY, model_of
 from tests.support.cuda_lowering import Lowering
 from tests.support.fake_cuda import FakeCuda, kernels_warmed_up
@@ -84,17 +85,9 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 128},
 }
 """Families beside those of `tests/gpu`; "gemma" runs as a module of transformers."""
-_DELTA = {
-    "head_dim": 128,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 32}
 WITH_STATES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
+    **models.WITH_STATES,
+    "qwen3_next": {**models._DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
     "kimi_linear": {
         "num_key_value_heads": 4,
         "kv_lora_rank": 64,
@@ -108,15 +101,7 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
-    "granitemoehybrid": {
-        **_MAMBA,
-        "shared_intermediate_size": 512,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "layer_types": ["mamba", "attention", "mamba"],
-    },
     "jamba": {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 """Families with recurrent layers, one for each kind."""
 PARAMS = (

@@ -75,13 +75,13 @@ class Oracle:
 
 
 @cache
-def oracle(place: Place, family: str, dtype: str) -> Oracle:
-    """Ask the gather backend about `prompts`, whole prompts in one step, blocks of 16."""
+def oracle(place: Place, family: str, dtype: str, backend: str = ORACLE) -> Oracle:
+    """Ask the backend about `prompts`, whole prompts in one step, blocks of 16."""
 
     def asked(kind: str) -> list[Answer]:
         folder = place.model(family)
         return ask(
-            place.llm(folder, kind, ORACLE, block_size=16, async_scheduling=False), WITH_PROMPT
+            place.llm(folder, kind, backend, block_size=16, async_scheduling=False), WITH_PROMPT
         )
 
     exact = asked("float32")

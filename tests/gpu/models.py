@@ -77,11 +77,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
     },
 }
+_DELTA = {
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_5_text": _DELTA,
+    "granitemoehybrid": {
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_d_state": 32,
+        "shared_intermediate_size": 512,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+}
+"""Families with recurrent layers: short convolutions, a delta rule, a state space."""
 
 
 def random_model(family: str, **settings: Any) -> Any:
     """A random model in bfloat16, the same every time; `settings` go into its configuration."""
-    return model_of(family, {**_BASE, **FAMILIES[family], **settings})
+    return model_of(family, {**_BASE, **{**FAMILIES, **WITH_STATES}[family], **settings})
 
 
 def model_of(family: str, settings: dict[str, Any]) -> Any:

@@ -63,6 +63,10 @@ def _figures(lines: list[dict]) -> None:
     assert profile["skipped"] == "the profiler saw nothing"
     pieces = {line.get("piece") for line in lines}
     assert {"kv write", "rotation", "grouped products", "draw", "log-probabilities"} <= pieces
+    states = [line for line in lines if line["part"] == "state_kernels"]
+    of_states = {"short convolution", "delta rule", "state space", "gated norm"}
+    assert {line["piece"] for line in states} == of_states
+    assert all(line["us"] > 0 and line["bound_us"] > 0 for line in states)
     (crowd,) = (line for line in lines if line["part"] == "crowd")
     assert crowd["equal"] == crowd["requests"]
 
@@ -70,6 +74,8 @@ def _figures(lines: list[dict]) -> None:
 def _checks(page: str) -> None:
     """The default configuration is within its bound; a window that is too small is not."""
     error, bound = _error(page, "oracle_up_to_rounding[llama]")
+    assert error <= bound
+    error, bound = _error(page, "states_are_those_of_the_cpu_up_to_rounding[lfm2-float32]")
     assert error <= bound
     error, bound = _error(page, "test_a_window")
     assert error > bound

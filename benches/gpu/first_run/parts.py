@@ -40,6 +40,7 @@ PARTS = (
     # Is it right? Parts share the device; nothing is timed.
     Part("modules", "machine:modules", 170),
     Part("kernels", "kernels:run", 100, is_interpreted=True),
+    Part("state_kernels", "state_kernels:run", 100, is_interpreted=True),
     _checks("gather", 110, "(test_the_oracle and (llama or qwen3)) or window", "window"),
     _checks("flex", 150, "(test_a_backend and flex-llama) or (test_a_replay and llama-flex)"),
     _checks(
@@ -62,6 +63,7 @@ PARTS = (
         "test_engine and used and (overlap or equal_prompts or preemption or restored)",
         after=_BUILT,
     ),
+    _checks("states", 150, "test_states", "test_states and lfm2-float32", after=_BUILT),
     Part("crowd", "whole_engine:crowd", 150, after=_BUILT),
     _checks(
         "broken",
