@@ -42,9 +42,10 @@ def _keys_alone(**settings: Any) -> dict[str, Any]:
 
 GEMMA4 = {  # by the bytes of a token in a full layer, relative to one that slides
     "twice": gemma4(
-        [*[_SLIDING] * 3, _FULL] * 2,
+        [*[_SLIDING] * 5, _FULL] * 2,
         global_head_dim=16,
-        num_kv_shared_layers=2,
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
         hidden_size_per_layer_input=6,
         vocab_size_per_layer_input=97,
     ),
@@ -84,7 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 2, "sliding_window": 32},
         "1 group of 2 layers: 2 of window 32",
     ),
-    "gemma4-twice": (*GEMMA4["twice"], "4 groups of 1 tensor: 1 full, 5 of window 24"),
+    "gemma4-twice": (*GEMMA4["twice"], "5 groups of 1 tensor: 1 full, 7 of window 24"),
     "gemma4-half": (*GEMMA4["half"], "10 groups of 2 tensors: 3 full, 9 of window 24"),
     "gemma4-equal": (*GEMMA4["equal"], "3 groups of 2 layers: 2 full, 4 of window 24"),
     "gemma4-three halves": (

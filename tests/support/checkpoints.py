@@ -82,7 +82,8 @@ def save_random(folder: Path, family: str, **settings: Any) -> Path:
 def save_model(folder: Path, family: str, *, dtype: str = "float32", **settings: Any) -> Path:
     """Save a configuration with normally distributed weights.
 
-    Those of norms are around 1. Equal names and shapes get equal numbers in every process.
+    Those of norms and the scalars of layers are around 1. Equal names and shapes get equal numbers
+    in every process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": family, "dtype": dtype, **settings}
@@ -92,9 +93,12 @@ def save_model(folder: Path, family: str, *, dtype: str = "float32", **settings:
     scale = settings.get("initializer_range", 0.02)
     # Gemma's norms multiply by 1 + weight
     norm = 0.0 if family in ("gemma", "gemma2", "gemma3_text") else 1.0
+    shapes = dummy_weight_shapes(folder)
+    means = {name: norm for name, shape in shapes.items() if _is_norm(name, shape)}
+    # Around 0 they would drop the residual: each layer would multiply errors of rounding
+    means |= {name: 1.0 for name in shapes if name.endswith("layer_scalar")}
     weights = {
-        name: _drawn(name, shape, norm if _is_norm(name, shape) else 0.0, scale)
-        for name, shape in dummy_weight_shapes(folder).items()
+        name: _drawn(name, shape, means.get(name, 0.0), scale) for name, shape in shapes.items()
     }
     save_weights(folder / "model.safetensors", weights, dtype)
     return folder
