@@ -224,7 +224,8 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
         yield "drafters of several modules recompute the end of a prompt"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
-    if cache.prefix_cache_retention_interval:  # with 0, all blocks are cached here
+    if cache.prefix_cache_retention_interval and len(attention) == len(specs):
+        # With 0, all blocks are cached here.
         yield f"prefix_cache_retention_interval is {cache.prefix_cache_retention_interval}"
     if cache.hisparse_host_num_blocks:
         yield "HiSparse keeps blocks on the host"
@@ -259,8 +260,9 @@ def _reasons_of_states(settings: dict[str, Any], specs: list[Any], scheduler: An
     mode = "align" if settings.get("enable_caching", True) else "none"
     if recurrent[0].mamba_cache_mode != mode:
         yield f"mamba_cache_mode is {recurrent[0].mamba_cache_mode}, not {mode}"
-    if settings["kv_cache_config"].prefix_cache_retention_interval is not None:
-        yield "prefix_cache_retention_interval chooses the states that are cached"
+    interval = settings["kv_cache_config"].prefix_cache_retention_interval or 0
+    if interval < 0 or interval % settings["scheduler_block_size"]:
+        yield f"prefix_cache_retention_interval is {interval}"
 
 
 def _reasons_of_windows(settings: dict[str, Any], scheduler: Any) -> Any:

@@ -141,6 +141,7 @@ class Coordinator:
         *,
         total_computed_tokens: int = 0,
         apply_admission_cap: bool = True,
+        prefill_end: int = 0,
         **_unused: Any,
     ) -> int:
         """Blocks that an admitted request still needs for `num_tokens` tokens."""
@@ -148,7 +149,8 @@ class Coordinator:
         have, columns = (len(entry.blocks[0]), entry.columns) if entry else (0, [])
         blocks = tables.blocks_of(num_tokens)
         missing = tables.num_missing(blocks, have, capped=apply_admission_cap)
-        return missing + tables.num_state_blocks(columns, total_computed_tokens, num_tokens)
+        step = (total_computed_tokens, num_tokens, prefill_end)
+        return missing + tables.num_state_blocks(columns, *step)
 
 
 @dataclass(slots=True)
@@ -215,7 +217,7 @@ class KVCacheManager:
                     else math.inf
                     for spec in attention
                 ),
-                states=state_layers(specs),
+                states=state_layers(specs, kv_cache_config.prefix_cache_retention_interval),
             ),
         )
         self._entries = tables.entries
@@ -324,6 +326,7 @@ class KVCacheManager:
             end=min(end, self.max_model_len),
             slots=tables.blocks_of(min(end + num_lookahead_tokens, self.max_model_len)),
             whole=whole,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
             spare=self.watermark_blocks if waits else 0,
             reserved=reserved_blocks,
         )

@@ -9,11 +9,11 @@ from the column before. So a state stays where it was when its request enters th
     columns    | null   | state  | state  |        chunks of 8 and 2 tokens, blocks of 4
                           after 8  after 10
 
-In mode "align", a state that stands for whole blocks is cached. Here it becomes a snapshot of the
-block manager. `Sequence.keep_snapshot` allocates blocks for it, but the worker has only the block
-in its table, and it fills that one. So the running state belongs to a sequence of its own, which
-is freed right before the snapshot is kept: blocks that were freed last are allocated first. If
-there is a snapshot at this position already, the sequence allocates its blocks again.
+In mode "align", states that stand for whole blocks are cached (`StateLayers.retains`). Here such a
+state becomes a snapshot of the block manager. `Sequence.keep_snapshot` allocates the blocks of a
+snapshot, but the worker fills the block in its table. So the running state belongs to a sequence of
+its own, which is freed right before the snapshot is kept: blocks that were freed last are allocated
+first. If there is a snapshot at this position already, the sequence allocates its blocks again.
 
 In mode "none", vLLM does not cache, and a column holds up to the whole sequence.
 """
@@ -51,18 +51,20 @@ class StateLayers:
     With `is_aligned`, states after whole blocks are cached, and only the last column of a chunk
     gets blocks. A backend with a `checkpoint_alignment` also exports the state at the last block
     boundary inside a chunk, if that is a multiple of so many tokens after the chunk's start.
+    `retention_interval` is vLLM's `prefix_cache_retention_interval`.
     """
 
     groups: tuple[int, ...]
     block_size: int
     is_aligned: bool
     checkpoint_alignment: int | None = None
+    retention_interval: int | None = None
 
     def num_columns(self, num_tokens: int) -> int:
         """The columns for so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def new_columns(self, num_columns: int, start: int, end: int) -> range:
+    def new_columns(self, num_columns: int, start: int, end: int, prefill_end: int) -> range:
         """The columns that get blocks if a request with `num_columns` computes from `start` to
         `end`. Other new columns have the null block."""
         last = self.num_columns(end)
@@ -70,7 +72,18 @@ class StateLayers:
             return range(num_columns, last)
         if last <= num_columns:
             return range(0)
-        return range(last - 1 - self._exports(num_columns, start, end), last)
+        is_kept = end >= prefill_end or self.retention_interval != 0
+        exports = is_kept and self._exports(num_columns, start, end)
+        return range(last - 1 - exports, last)
+
+    def retains(self, position: int, request: Any) -> bool:
+        """True if the state at this block boundary is cached: at the end of a prompt, at that of a
+        prefix that others share, and at each interval."""
+        interval, size = self.retention_interval, self.block_size
+        if interval is None or (interval and position % interval == 0):
+            return True
+        ends = (request.num_prompt_tokens - 1, request.shared_prefix_boundary)
+        return any(position == end // size * size for end in ends)
 
     def _exports(self, num_columns: int, start: int, end: int) -> bool:
         """vLLM's `is_mamba_prefill_checkpoint_valid`, with hits at block boundaries alone."""
@@ -119,7 +132,7 @@ class StateLayers:
             raise RuntimeError(f"the blocks {column.blocks} of a state became {kept}")
 
 
-def state_layers(specs: ListLike[Any]) -> StateLayers | None:
+def state_layers(specs: ListLike[Any], retention_interval: int | None) -> StateLayers | None:
     """The groups of recurrent layers among the specifications of vLLM's groups, which are equal."""
     groups = tuple(index for index, spec in enumerate(specs) if is_recurrent(spec))
     if not groups:
@@ -131,6 +144,7 @@ def state_layers(specs: ListLike[Any]) -> StateLayers | None:
         block_size=spec.block_size,
         is_aligned=spec.mamba_cache_mode == "align",
         checkpoint_alignment=spec.prefill_checkpoint_alignment if exports else None,
+        retention_interval=retention_interval,
     )
 
 

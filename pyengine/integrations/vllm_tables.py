@@ -117,14 +117,16 @@ class Lookup:
 @dataclass(frozen=True, slots=True)
 class RequiredBlocks:
     """What a request needs: blocks for all its tokens so far (`slots`), of which this step computes
-    those from `start` to `end`; and the tokens of the whole prompt (`whole`, or 0). Further, blocks
-    that must stay available: `spare` in any case, `reserved` for other requests.
+    those from `start` to `end`; the tokens of the whole prompt (`whole`, or 0); and the end of the
+    prefill. Further, blocks that must stay available: `spare` in any case, `reserved` for other
+    requests.
     """
 
     start: int
     end: int
     slots: int
     whole: int
+    prefill_end: int
     spare: int
     reserved: int
 
@@ -387,11 +389,12 @@ class Tables:
         columns: list[Column],
     ) -> list[list[int]] | None:
         new = max(required.slots - have, 0)
-        states = self.num_state_blocks(columns, required.start, required.end)
+        start, prefill_end = required.start, required.prefill_end
+        states = self.num_state_blocks(columns, start, required.end, prefill_end)
         if required.whole or required.spare or required.reserved or states:
             available = self.kv.usage().available - required.spare
             whole = self.num_missing(self.blocks_of(required.whole), have)
-            whole += self.num_state_blocks(columns, required.start, required.whole)
+            whole += self.num_state_blocks(columns, start, required.whole, prefill_end)
             needed = new * len(self.windows) + states
             if whole > available or needed > available - required.reserved:
                 return None
@@ -442,15 +445,17 @@ class Tables:
                 table[column.index] = block
         return tables
 
-    def _new_columns(self, columns: list[Column], start: int, end: int) -> range:
+    def _new_columns(self, columns: list[Column], start: int, end: int, prefill_end: int) -> range:
         if self.state_layers is None:
             return range(0)
         num_columns = columns[-1].index + 1 if columns else 0
-        return self.state_layers.new_columns(num_columns, start, end)
+        return self.state_layers.new_columns(num_columns, start, end, prefill_end)
 
-    def num_state_blocks(self, columns: list[Column], start: int, end: int) -> int:
+    def num_state_blocks(
+        self, columns: list[Column], start: int, end: int, prefill_end: int
+    ) -> int:
         """Blocks for the states of a request that computes from `start` to `end`."""
-        return len(self._new_columns(columns, start, end)) * len(self.recurrent)
+        return len(self._new_columns(columns, start, end, prefill_end)) * len(self.recurrent)
 
     def _begin_states(self, entry: RequestBlocks, required: RequiredBlocks) -> list[list[int]]:
         """Extend a request's tables of states for a step. Returns what is new of each table."""
@@ -460,7 +465,8 @@ class Tables:
         if columns:
             columns[-1].num_tokens = required.start
         have = len(entry.states[0])
-        indices = self._new_columns(columns, required.start, required.end)
+        step = (required.start, required.end, required.prefill_end)
+        indices = self._new_columns(columns, *step)
         added = layers.begin(self.kv, indices, required.end)
         columns += added
         columns[-1].num_tokens = required.end
@@ -472,14 +478,20 @@ class Tables:
         return new
 
     def _register_states(
-        self, entry: RequestBlocks, end: int, tokens: list[int] | None, layers: StateLayers
+        self,
+        entry: RequestBlocks,
+        request: Any,
+        end: int,
+        tokens: list[int] | None,
+        layers: StateLayers,
     ) -> list[Remapping]:
         """Publish the tokens up to `end`, and cache the states that stand for whole blocks."""
         remappings: list[Remapping] = []
         published = entry.published
         for column in entry.columns:
             boundary = (column.index + 1) * layers.block_size
-            if column.num_tokens == boundary and published < boundary <= end:
+            is_new = column.num_tokens == boundary and published < boundary <= end
+            if is_new and layers.retains(boundary, request):
                 remappings += entry.sequence.publish(boundary - published, tokens)
                 published, tokens = boundary, None
                 layers.keep(self.kv, entry.sequence, column)
@@ -537,7 +549,7 @@ class Tables:
             self.events.collect(self.kv.take_events())
         try:
             tokens = self._tokens(request, entry.known, end) if end > entry.known else None
-            remappings = self._register(entry, end, tokens)
+            remappings = self._register(entry, request, end, tokens)
         except (OverflowError, TokenError):
             entry.next_publish = NEVER
             return
@@ -564,7 +576,7 @@ class Tables:
     # -- windows ------------------------------------------------------------------------------
 
     def _register(
-        self, entry: RequestBlocks, end: int, tokens: list[int] | None
+        self, entry: RequestBlocks, request: Any, end: int, tokens: list[int] | None
     ) -> list[Remapping]:
         """Publish the tokens up to `end`, and guard what windows pass and the step still reads.
 
@@ -572,7 +584,7 @@ class Tables:
         in pieces of the smallest window, with a pin before each.
         """
         if self.state_layers is not None:
-            return self._register_states(entry, end, tokens, self.state_layers)
+            return self._register_states(entry, request, end, tokens, self.state_layers)
         if not self.has_windows:
             return entry.sequence.publish(end - entry.published, tokens)
         remappings: list[Remapping] = []

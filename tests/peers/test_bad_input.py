@@ -40,7 +40,7 @@ def recurrent(*groups: dict[str, Any], attention: int = 1) -> Callable[[Any, Any
 
 def retention(config: Any, cache: Any) -> None:
     recurrent({})(config, cache)
-    cache.prefix_cache_retention_interval = 0
+    cache.prefix_cache_retention_interval = 6
 
 
 def context_parallel(config: Any, cache: Any) -> None:
@@ -68,7 +68,7 @@ def nothing(config: Any, cache: Any) -> None:
             "auto",
             "groups of recurrent layers",
         ),
-        (retention, "auto", "prefix_cache_retention_interval chooses the states"),
+        (retention, "auto", "prefix_cache_retention_interval is 6"),
         (context_parallel, "auto", "context parallelism (dcp_world_size is 2)"),
         (nothing, "pooling", "the model is a pooling model"),
     ],

@@ -23,10 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
     "priority": {"policy": "priority"},
     "chunks": {"budget": 24},
     "exported states": {"checkpoint_alignment": 1},
-    "exported states, overlapping chunks": {
+    "some states": {"retention_interval": 0},
+    "some exported states, overlapping chunks": {
         "checkpoint_alignment": 8,
         "overlapping": True,
         "budget": 50,
+        "retention_interval": 0,
     },
     "without a cache": {"caching": False},
 }
@@ -38,8 +40,8 @@ def test_never_a_wrong_state_and_no_leak(case: str, groups: str, folder: Path) -
     settings = Settings(ours=True, num_blocks=110, windows=GROUPS[groups], **CASES[case])
     world = World(settings, folder)
     assert isinstance(world.manager, KVCacheManager)
-    drive(world, seed=11, count=600)
-    assert world.worker.reads > 30_000
+    drive(world, seed=11, count=400)
+    assert world.worker.reads > 20_000
     assert world.preemptions > 0
     if settings.caching:
         assert world.manager.tables.kv.stats().loaded_snapshots > 50
@@ -54,13 +56,18 @@ def nulls(tables: Any) -> list[list[bool]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"caching": False, "num_blocks": 90},
-        {"caching": False, "num_blocks": 90, "overlapping": True},
-        {"num_blocks": 60_000, "max_num_seqs": 1},
-        {"num_blocks": 60_000, "max_num_seqs": 1, "overlapping": True, "budget": 30},
-        {"num_blocks": 60_000, "max_num_seqs": 1, "checkpoint_alignment": 1},
-        {"num_blocks": 60_000, "max_num_seqs": 1, "checkpoint_alignment": 4, "budget": 50},
+        {"caching": False},
+        {"caching": False, "overlapping": True},
+        {},
+        {"overlapping": True, "budget": 30},
+        {"checkpoint_alignment": 1},
+        {"checkpoint_alignment": 4, "budget": 50},
+        {"retention_interval": 0},
+        {"retention_interval": 12, "overlapping": True},
+        {"retention_interval": 0, "checkpoint_alignment": 1, "budget": 30},
+        {"retention_interval": 8, "checkpoint_alignment": 1, "budget": 30},
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("groups", GROUPS)
 def test_both_schedule_the_same_in_every_step(
@@ -68,32 +75,34 @@ def test_both_schedule_the_same_in_every_step(
 ) -> None:
     """The chunks, the hits, the columns that have blocks, and the number of free blocks: without a
     cache in a small pool, and with one if no two requests compute the same."""
+    caching = settings.get("caching", True)
+    pool = {"num_blocks": 60_000, "max_num_seqs": 1} if caching else {"num_blocks": 90}
     steps = []
     for which in (False, True):
-        world = World(Settings(ours=which, windows=GROUPS[groups], **settings), folder)
+        world = World(Settings(ours=which, windows=GROUPS[groups], **pool, **settings), folder)
         assert isinstance(world.manager, KVCacheManager) == which
         seen: list[Any] = []
-        for name, tokens, more in requests(9, 300, 4):
+        for name, tokens, more in requests(9, 200, 4):
             world.add(name, tokens, **more)
             for _ in range(5):
                 step = world.step()
-                pool = world.manager.block_pool
+                free = world.manager.block_pool.get_num_free_blocks()
                 seen.append((dict(step.num_scheduled_tokens), step.preempted_req_ids))
                 seen += [
                     (new.req_id, new.num_computed_tokens, nulls(new.block_ids))
                     for new in step.scheduled_new_reqs
                 ]
                 tables = map(world.manager.get_block_ids, step.num_scheduled_tokens)
-                seen += [pool.get_num_free_blocks(), *map(nulls, tables)]
+                seen += [free, *map(nulls, tables)]
         world.drain()
         assert world.worker.wrong == []
-        assert settings.get("caching", True) or world.preemptions > 10
+        assert caching or world.preemptions > 5
         steps.append(seen)
     for stock, ours in zip(*steps, strict=True):
         assert stock == ours
 
 
-@pytest.mark.parametrize("case", ["one at a time", "overlapping", "exported states"])
+@pytest.mark.parametrize("case", ["one at a time", "overlapping", "exported states", "some states"])
 def test_where_blocks_are_ample_both_find_the_same(case: str, folder: Path) -> None:
     settings: dict[str, Any] = {"num_blocks": 60_000, "max_num_seqs": 64, "budget": 20_000}
     settings |= CASES[case] | {"windows": GROUPS["states first"]}
@@ -141,7 +150,7 @@ def test_a_state_that_this_step_computes_is_not_continued_in_it(folder: Path) ->
 
 def test_a_chunk_ends_where_attention_has_more_than_states(folder: Path) -> None:
     """The end of a prefix that others share gets a state, so that the next one continues it."""
-    world = World(Settings(ours=True, windows=(None, STATE)), folder)
+    world = World(Settings(ours=True, windows=(None, STATE), retention_interval=0), folder)
     chance = random.Random(5)
     shared = [chance.randrange(50) for _ in range(21)]
     for number in range(3):

@@ -217,6 +217,7 @@ class Settings:
     windows: tuple[int | str | None, ...] = (None,)
     checkpoint_alignment: int | None = None
     """Of a backend that exports states inside a chunk."""
+    retention_interval: int | None = None
     adjust: Callable[[Any, Any], None] = lambda config, cache: None
     """Called with the configurations of the engine and of its KV cache."""
 
@@ -325,6 +326,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
     cache = KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[],
+        prefix_cache_retention_interval=settings.retention_interval,
         kv_cache_groups=[
             KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)
         ],
