@@ -76,7 +76,9 @@ def test_both_schedule_the_same_in_every_step(
     """The chunks, the hits, the columns that have blocks, and the number of free blocks: without a
     cache in a small pool, and with one if no two requests compute the same."""
     caching = settings.get("caching", True)
-    pool = {"num_blocks": 60_000, "max_num_seqs": 1} if caching else {"num_blocks": 90}
+    pool: dict[str, Any] = {"num_blocks": 60_000, "max_num_seqs": 1}
+    if not caching:
+        pool = {"num_blocks": 90}
     steps = []
     for which in (False, True):
         world = World(Settings(ours=which, windows=GROUPS[groups], **pool, **settings), folder)
