@@ -68,7 +68,6 @@ def nothing(config: Any, cache: Any) -> None:
             "auto",
             "groups of recurrent layers",
         ),
-        (retention, "auto", "prefix_cache_retention_interval is 6"),
         (context_parallel, "auto", "context parallelism (dcp_world_size is 2)"),
         (nothing, "pooling", "the model is a pooling model"),
     ],
@@ -83,6 +82,11 @@ def test_what_is_not_ours_is_vllms(
     assert type(scheduler.kv_cache_manager) is own
     [given] = plugin.state.reasons
     assert reason in given
+
+
+def test_an_interval_of_states_inside_blocks_is_refused_by_vllm(folder: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of scheduler_block_size"):
+        make_scheduler(Settings(ours=True, caching=False, adjust=retention), folder)
 
 
 def test_a_vllm_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
