@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyengine.integrations.vllm_manager import KVCacheManager
+from pyengine.integrations.vllm_states import is_recurrent
 
 SWITCH = "PYENGINE_BLOCK_MANAGER"
 PLUGIN = "pyengine-vllm"
@@ -208,8 +209,11 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if not specs:
         yield "the model has no KV cache"
-    for spec in specs:
+    attention = [spec for spec in specs if not is_recurrent(spec)]
+    for spec in attention:
         yield from _reasons_of_the_layers(spec, classes)
+    if len(attention) < len(specs):
+        yield from _reasons_of_states(settings, specs, scheduler)
     yield from _reasons_of_the_blocks(settings, specs)
     for name in ("dcp_world_size", "pcp_world_size"):
         if settings.get(name, 1) > 1:
@@ -220,7 +224,8 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
         yield "drafters of several modules recompute the end of a prompt"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
-    if cache.prefix_cache_retention_interval:  # with 0, all blocks are cached here
+    if cache.prefix_cache_retention_interval and len(attention) == len(specs):
+        # With 0, all blocks are cached here.
         yield f"prefix_cache_retention_interval is {cache.prefix_cache_retention_interval}"
     if cache.hisparse_host_num_blocks:
         yield "HiSparse keeps blocks on the host"
@@ -229,6 +234,35 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
         yield from _reasons_of_the_connector(scheduler.connector, classes.KVConnectorBase_V1)
     if [getattr(spec, "sliding_window", None) for spec in specs] != [None]:
         yield from _reasons_of_windows(settings, scheduler)
+
+
+def _reasons_of_states(settings: dict[str, Any], specs: list[Any], scheduler: Any) -> Any:
+    """Groups of recurrent layers among the groups of layers."""
+    attention = [spec for spec in specs if not is_recurrent(spec)]
+    recurrent = [spec for spec in specs if is_recurrent(spec)]
+    if len(attention) != 1 or getattr(attention[0], "sliding_window", None):
+        yield "recurrent layers without exactly one group of full attention"
+    kinds = {
+        (
+            spec.block_size,
+            spec.mamba_cache_mode,
+            spec.num_prefill_checkpoint_blocks,
+            spec.prefill_checkpoint_alignment,
+        )
+        for spec in recurrent
+    }
+    if len(kinds) > 1:
+        yield "groups of recurrent layers differ"
+    if any(spec.num_speculative_blocks for spec in recurrent) or (
+        scheduler is not None and scheduler.vllm_config.speculative_config is not None
+    ):
+        yield "recurrent layers with speculative decoding"
+    mode = "align" if settings.get("enable_caching", True) else "none"
+    if recurrent[0].mamba_cache_mode != mode:
+        yield f"mamba_cache_mode is {recurrent[0].mamba_cache_mode}, not {mode}"
+    interval = settings["kv_cache_config"].prefix_cache_retention_interval or 0
+    if interval < 0 or interval % settings["scheduler_block_size"]:
+        yield f"prefix_cache_retention_interval is {interval}"
 
 
 def _reasons_of_windows(settings: dict[str, Any], scheduler: Any) -> Any:
@@ -243,11 +277,9 @@ def _reasons_of_windows(settings: dict[str, Any], scheduler: Any) -> Any:
 
 def _reasons_of_the_layers(spec: Any, classes: Any) -> Any:
     supported = (classes.FullAttentionSpec, classes.MLAAttentionSpec, classes.SlidingWindowSpec)
-    name = type(spec).__name__
-    if name == "MambaSpec":
-        yield "recurrent layers: vLLM chooses the positions at which states are kept (MambaSpec)"
-    elif type(spec) not in supported:
-        yield f"the cache is a {name}, not of full attention or a sliding window"
+    if type(spec) not in supported:
+        name = type(spec).__name__
+        yield f"the cache is a {name}, not of full attention, a sliding window or states"
     names = ["attention_chunk_size"]
     if type(spec) is not classes.SlidingWindowSpec:
         names.append("sliding_window")  # of layers that vLLM keeps as those of full attention
@@ -261,8 +293,11 @@ def _reasons_of_the_layers(spec: Any, classes: Any) -> Any:
 
 
 def _reasons_of_the_blocks(settings: dict[str, Any], specs: list[Any]) -> Any:
-    sizes = {spec.block_size for spec in specs}
-    sizes |= {settings["scheduler_block_size"], settings["hash_block_size"]}
+    sizes = {settings["scheduler_block_size"], settings["hash_block_size"]}
+    if any(map(is_recurrent, specs)) and not settings.get("enable_caching", True):
+        # A state stands for the whole sequence, and nothing is hashed.
+        specs, sizes = [spec for spec in specs if not is_recurrent(spec)], set()
+    sizes |= {spec.block_size for spec in specs}
     if len(sizes) > 1:
         yield "blocks have several sizes"
     if 1 in sizes:

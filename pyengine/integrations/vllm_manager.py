@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyengine.integrations.vllm_keys import EventWriter
-from pyengine.integrations.vllm_tables import RequestBlocks, RequiredBlocks, Tables
+from pyengine.integrations.vllm_states import is_recurrent, state_layers
+from pyengine.integrations.vllm_tables import LayerGroups, RequestBlocks, RequiredBlocks, Tables
 from pyengine.kv_cache import Pin
 
 logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
@@ -134,12 +135,22 @@ class Coordinator:
     enable_partial_hash_hits: bool = False
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *, apply_admission_cap: bool = True, **_unused: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        total_computed_tokens: int = 0,
+        apply_admission_cap: bool = True,
+        prefill_end: int = 0,
+        **_unused: Any,
     ) -> int:
         """Blocks that an admitted request still needs for `num_tokens` tokens."""
         tables, entry = self.tables, self.tables.entries.get(request_id)
-        have = len(entry.blocks[0]) if entry else 0
-        return tables.num_missing(tables.blocks_of(num_tokens), have, capped=apply_admission_cap)
+        have, columns = (len(entry.blocks[0]), entry.columns) if entry else (0, [])
+        blocks = tables.blocks_of(num_tokens)
+        missing = tables.num_missing(blocks, have, capped=apply_admission_cap)
+        step = (total_computed_tokens, num_tokens, prefill_end)
+        return missing + tables.num_state_blocks(columns, *step)
 
 
 @dataclass(slots=True)
@@ -156,9 +167,10 @@ class Load:
 
 
 class KVCacheManager:
-    """vLLM's `KVCacheManager` for groups of full attention and of sliding windows.
+    """vLLM's `KVCacheManager` for groups of full attention, of sliding windows, and of recurrent
+    layers.
 
-    All groups have blocks of the same size, and share one pool.
+    All groups share one pool. Their blocks have the same size, but for states that are not cached.
 
     `classes` holds vLLM's classes of returned objects: `PrefixCacheStats`, `KVCacheBlockCopy`,
     `RequestStatus`, and those of the events.
@@ -182,30 +194,35 @@ class KVCacheManager:
     ) -> None:
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
-        self.block_size = scheduler_block_size
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        attention = [spec for spec in specs if not is_recurrent(spec)]
+        self.block_size: int = attention[0].block_size
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.log_stats = log_stats
         self.prefix_cache_stats = classes.PrefixCacheStats() if log_stats else None
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         in_flight = max_model_len if max_in_flight_tokens is None else max_in_flight_tokens
         self.num_kv_cache_groups = len(specs)
         self.tables = tables = Tables(
             kv_cache_config.num_blocks,
-            scheduler_block_size,
+            self.block_size,
             caching=enable_caching,
             events=enable_kv_cache_events,
-            windows=[getattr(spec, "sliding_window", None) for spec in specs],
-            caps=[
-                spec.max_admission_blocks_per_request(in_flight, max_model_len)
-                if getattr(spec, "sliding_window", None)
-                else math.inf
-                for spec in specs
-            ],
+            layers=LayerGroups(
+                windows=tuple(getattr(spec, "sliding_window", None) for spec in attention),
+                caps=tuple(
+                    spec.max_admission_blocks_per_request(in_flight, max_model_len)
+                    if getattr(spec, "sliding_window", None)
+                    else math.inf
+                    for spec in attention
+                ),
+                states=state_layers(specs, kv_cache_config.prefix_cache_retention_interval),
+            ),
         )
-        self._entries, self._has_windows = tables.entries, tables.has_windows
-        groups = tuple(Group(scheduler_block_size, spec) for spec in specs)
+        self._entries = tables.entries
+        self._passes_blocks = tables.has_windows or tables.state_layers is not None
+        groups = tuple(Group(spec.block_size, spec) for spec in specs)
         self.coordinator = Coordinator(groups, tables)
         self.block_pool = BlockPool(tables)
         self._view = lambda block, is_cached: BlockView(block, is_cached, tables)
@@ -214,7 +231,7 @@ class KVCacheManager:
         self._classes = classes
         self._not_running = (classes.RequestStatus.WAITING, classes.RequestStatus.PREEMPTED)
         images, adapter_ids = self.tables.images, self.tables.adapter_ids
-        self._events = EventWriter(classes, scheduler_block_size, images, adapter_ids)
+        self._events = EventWriter(classes, self.block_size, images, adapter_ids)
         if enable_kv_cache_events:
             self.tables.events = self._events
         self._zeroed = kv_cache_config.needs_kv_cache_zeroing
@@ -251,15 +268,17 @@ class KVCacheManager:
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Any) -> tuple[Blocks, int, int]:
-        """The cached blocks of a request and the number of cached tokens, all but one at most."""
+        """The cached blocks of a request and the number of cached tokens, all but one at most; and
+        the number that is cached for attention, if there is no state so far on, else 0."""
         self.tables.publish_due()
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         lookup = self.tables.look_up(request)
-        ids = lookup.blocks
+        ids = self.tables.blocks_of_lookup(lookup)
         if lookup.sources:
             ids = [[*blocks, last] for blocks, last in zip(ids, lookup.sources, strict=True)]
-        return self._cached(ids), lookup.hit, 0
+        attention_hit = lookup.attention_hit if lookup.attention_hit > lookup.hit else 0
+        return self._cached(ids), lookup.hit, attention_hit
 
     def _cached(self, ids: list[list[int]]) -> Blocks:
         return Blocks(ids, self._view, len(ids[0])) if ids[0] else self.empty_kv_cache_blocks
@@ -287,7 +306,7 @@ class KVCacheManager:
         computed = request.num_computed_tokens + num_new_computed_tokens
         end = computed + num_external_computed_tokens + num_new_tokens
         entry = self._entries.get(request.request_id)
-        if self._has_windows and entry is not None:
+        if self._passes_blocks and entry is not None:
             begin = min(computed + num_external_computed_tokens, self.max_model_len)
             self.tables.process(entry, max(begin - request.num_in_flight_tokens, 0))
         if (
@@ -303,8 +322,11 @@ class KVCacheManager:
         whole = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         waits = has_scheduled_reqs and request.status in self._not_running
         required = RequiredBlocks(
+            start=min(computed + num_external_computed_tokens, self.max_model_len),
+            end=min(end, self.max_model_len),
             slots=tables.blocks_of(min(end + num_lookahead_tokens, self.max_model_len)),
-            whole=tables.blocks_of(whole),
+            whole=whole,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
             spare=self.watermark_blocks if waits else 0,
             reserved=reserved_blocks,
         )
@@ -324,8 +346,9 @@ class KVCacheManager:
             return None
         if self._zeroed:
             loaded = tables.blocks_of(num_external_computed_tokens) if skip_zeroing_group_ids else 0
-            self._new_blocks.extend(block for blocks in new for block in blocks[loaded:])
-        return Blocks(new, self._view, 0) if new[0] else self.empty_kv_cache_blocks
+            zeroed = (blocks for index, blocks in enumerate(new) if index not in tables.recurrent)
+            self._new_blocks.extend(block for blocks in zeroed for block in blocks[loaded:])
+        return Blocks(new, self._view, 0) if any(new) else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Register the full blocks of a request. Their tokens are computed before others read.
@@ -443,7 +466,8 @@ class KVCacheManager:
         entry = self._entries.get(request_id)
         if entry is None:
             return self.empty_kv_cache_blocks
-        return Blocks(entry.blocks, self._view, entry.published // self.block_size)
+        ids = self.tables.all_tables(entry.blocks, entry.states)
+        return Blocks(ids, self._view, entry.published // self.block_size)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """The block ids of a request."""

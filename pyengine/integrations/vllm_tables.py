@@ -16,15 +16,19 @@ With several groups of layers, or a sliding window, each group has a table over 
 (`Tables.windows`). Blocks are registered when a step is planned, and `Sequence.publish` releases
 those that a window has passed at once. The step itself still reads them, so pins hold them until it
 has ended (`RequestBlocks.guards`).
+
+Groups of recurrent layers have tables of states (`vllm_states`), next to one group of full
+attention.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.integrations.vllm_keys import EventWriter, PseudoTokens, namespace_of
+from pyengine.integrations.vllm_states import Column, StateLayers
 from pyengine.kv_cache import BlockManager, Extended, Pin, Remapping, Sequence, TokenError
 
 NEVER = math.inf
@@ -35,7 +39,8 @@ class RequestBlocks:
     """The blocks of a request.
 
     `blocks` are the block tables of the workers, one for each layer group. In that of a window, 0
-    stands for a block that it has passed; `passed` counts them. `published` tokens are in
+    stands for a block that it has passed; `passed` counts them. `states` are the tables of groups
+    of recurrent layers, with the blocks of `columns` and 0 elsewhere. `published` tokens are in
     registered blocks, `known` tokens were passed to the sequence, `hit` tokens came from the cache.
     The blocks have slots for `capacity` tokens, and the next block is registered at `next_publish`
     tokens: `NEVER` during a load, and without `shares`. `loading` is true during an asynchronous
@@ -55,6 +60,8 @@ class RequestBlocks:
     processed: int = 0
     guards: list[tuple[int, Pin]] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
+    states: list[list[int]] = field(default_factory=list)
+    columns: list[Column] = field(default_factory=list)
     keepers: list[Sequence] = field(default_factory=list)
     merges: list[tuple[int, int, int]] = field(default_factory=list)
     merged_in_step: int = 0
@@ -65,6 +72,9 @@ class RequestBlocks:
         for _, pin in self.guards:
             pin.release()
         self.guards.clear()
+        for column in self.columns:
+            column.release()
+        self.columns.clear()
         self.sequence.free()
 
     def free_merged(self) -> None:
@@ -80,7 +90,8 @@ class Lookup:
 
     The sequence has the first `known` tokens, and `blocks` by layer group. If all tokens are
     cached, `sources` are the last blocks, which must be copied, and `pin` pins them. Without
-    `shares`, blocks are not registered either.
+    `shares`, blocks are not registered either. `state` is the cached state at the end of the hit;
+    without one, up to `attention_hit` tokens are cached for attention.
     """
 
     request_id: str
@@ -91,9 +102,13 @@ class Lookup:
     shares: bool
     sources: list[int] = field(default_factory=list)
     pin: Pin | None = None
+    state: Column | None = None
+    attention_hit: int = 0
 
     def drop(self) -> None:
         """Release the blocks."""
+        if self.state is not None:
+            self.state.release()
         if self.pin is not None:
             self.pin.release()
         self.sequence.free()
@@ -101,21 +116,37 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class RequiredBlocks:
-    """Required blocks of each layer group: in all now (`slots`) and for the whole prompt (`whole`,
-    or 0); and blocks that must stay available: `spare` in any case, `reserved` for other requests.
+    """What a request needs: blocks for all its tokens so far (`slots`), of which this step computes
+    those from `start` to `end`; the tokens of the whole prompt (`whole`, or 0); and the end of the
+    prefill. Further, blocks that must stay available: `spare` in any case, `reserved` for other
+    requests.
     """
 
+    start: int
+    end: int
     slots: int
     whole: int
+    prefill_end: int
     spare: int
     reserved: int
 
 
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The layer groups of a model.
+
+    `windows` has an entry for each group of attention layers: its window in tokens, or None for
+    full attention. `caps` has the most blocks that vLLM's admission expects a request to hold at
+    once, by group. `states` describes the groups of recurrent layers.
+    """
+
+    windows: tuple[int | None, ...] = (None,)
+    caps: tuple[float, ...] = (math.inf,)
+    states: StateLayers | None = None
+
+
 class Tables:
     """The blocks of all requests, over one pool.
-
-    `windows` has an entry for each layer group: its window in tokens, or None for full attention.
-    `caps` has the most blocks that vLLM's admission expects a request to hold at once, by group.
 
     Block 0 is vLLM's null block. With one group of full attention it is allocated at the start, so
     block ids are the same on both sides. Otherwise vLLM's ids are higher by one (`offset`).
@@ -128,16 +159,16 @@ class Tables:
         *,
         caching: bool,
         events: bool = False,
-        windows: Collection[int | None] = (None,),
-        caps: Collection[float] = (math.inf,),
+        layers: LayerGroups = LayerGroups(),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
-        self.windows, self.caps = tuple(windows), tuple(caps)
-        self.has_windows = any(windows)
+        self.windows, self.caps, self.state_layers = layers.windows, layers.caps, layers.states
+        self.has_windows = any(self.windows)
+        self.recurrent = layers.states.groups if layers.states else ()
         self.offset = 0 if self.windows == (None,) else 1
-        spans = [self.blocks_of(window) for window in windows if window]
+        spans = [self.blocks_of(window) for window in self.windows if window]
         self._stride = min(spans, default=0) * block_size
         self.kv = BlockManager(
             num_blocks - self.offset,
@@ -146,6 +177,7 @@ class Tables:
             prefix_caching=caching,
             partial_reuse=False,  # vLLM's runner does not execute `StepPlan.copies`
             events=events and caching,
+            state_blocks=len(self.recurrent) if self.recurrent and caching else None,
         )
         if not self.offset:
             self._null = self.kv.sequence([0])
@@ -184,6 +216,15 @@ class Tables:
             return tables
         return [[(block + 1) % self.num_blocks for block in blocks] for blocks in tables]
 
+    def all_tables(self, attention: list[list[int]], states: list[list[int]]) -> list[list[int]]:
+        """The tables of all layer groups, in vLLM's order."""
+        if not self.recurrent:
+            return attention
+        tables = attention.copy()
+        for index, table in zip(self.recurrent, states, strict=True):
+            tables.insert(index, table)
+        return tables
+
     def seq_refs(self, block: int) -> int:
         """Requests that hold a block of vLLM's id."""
         return self.kv.seq_refs(block - self.offset) if block else 0
@@ -203,6 +244,8 @@ class Tables:
             self._lookup = None
 
     def _search(self, request: Any) -> Lookup:
+        if self.state_layers is not None:
+            return self._search_with_state(request, request.num_tokens)
         size, tokens = self.block_size, request.num_tokens
         sequence, shares = self._sequence(request, tokens)
         hit = sequence.reuse_cached()
@@ -223,6 +266,31 @@ class Tables:
         elif pin is not None:  # an evicted block of a window is read by earlier tokens only
             pin.release()
         # Without a pin the block is not computed before this step has run.
+        return lookup
+
+    def blocks_of_lookup(self, lookup: Lookup) -> list[list[int]]:
+        """The cached blocks of a look-up, for all layer groups."""
+        if not self.recurrent:
+            return lookup.blocks
+        columns = [lookup.state] if lookup.state else []
+        states = self._state_tables(columns, len(lookup.blocks[0]))
+        return self.all_tables(lookup.blocks, states)
+
+    def _search_with_state(self, request: Any, num_tokens: int) -> Lookup:
+        """Look up the first tokens of a request: a hit ends at a state, before the last token."""
+        sequence, shares = self._sequence(request, num_tokens)
+        hit = sequence.reuse_cached()
+        blocks = self._blocks(sequence, hit)
+        lookup = Lookup(request.request_id, sequence, num_tokens, hit, blocks, shares)
+        if hit:
+            pin = sequence.pin()
+            if pin.num_state_tokens != hit:
+                raise RuntimeError(f"a hit of {hit} tokens, a state of {pin.num_state_tokens}")
+            lookup.state = Column(hit // self.block_size - 1, hit, pin.state_blocks, pin)
+        if shares and hit + self.block_size < num_tokens:
+            tokens = self._tokens(request, 0, num_tokens - 1)
+            with self.kv.match_prefix(tokens, namespace=namespace_of(request)) as prefix:
+                lookup.attention_hit = prefix.num_tokens
         return lookup
 
     def _blocks(self, sequence: Sequence, num_cached: int) -> list[list[int]]:
@@ -256,12 +324,15 @@ class Tables:
 
     def grow(self, entry: RequestBlocks, required: RequiredBlocks) -> list[list[int]] | None:
         """Allocate further blocks of a request; None and no change if the pool is full."""
-        new = self._extend(entry.sequence, required, len(entry.blocks[0]), entry.published)
-        if new and new[0]:
+        have = len(entry.blocks[0])
+        new = self._extend(entry.sequence, required, have, entry.published, entry.columns)
+        if new is None:
+            return None
+        if new[0]:
             for blocks, new_blocks in zip(entry.blocks, new, strict=True):
                 blocks.extend(new_blocks)
             entry.capacity = len(entry.blocks[0]) * self.block_size
-        return new
+        return self.all_tables(new, self._begin_states(entry, required))
 
     def admit(
         self, request: Any, hit: int, required: RequiredBlocks, known: int, *, loads: bool
@@ -274,8 +345,13 @@ class Tables:
         if loads and hit % self.block_size:
             raise ValueError(f"a connector loads tokens after {hit}, inside a block")
         lookup = self._take_lookup(request, hit)
-        published = len(lookup.blocks[0]) * self.block_size
-        new = self._extend(lookup.sequence, required, len(lookup.blocks[0]), published)
+        state = [lookup.state] if lookup.state else []
+        have = len(lookup.blocks[0])
+        published = have * self.block_size
+        if state and not self._fresh.isdisjoint(state[0].blocks):
+            new = None  # this step computes the state
+        else:
+            new = self._extend(lookup.sequence, required, have, published, state)
         if new is None:
             lookup.drop()
             return None
@@ -291,7 +367,10 @@ class Tables:
             shares=lookup.shares,
             processed=hit,
             passed=[0] * len(blocks),
+            states=self._state_tables(state, have),
+            columns=state,
         )
+        new_states = self._begin_states(entry, required)
         if lookup.pin is not None:
             # The last block is registered already; the copy exists before the source is released.
             targets = [blocks_of_group[0] for blocks_of_group in new]
@@ -299,24 +378,34 @@ class Tables:
             self._copies[request.request_id] = (pairs, lookup.pin)
         elif known >= entry.next_publish:
             self._publish(entry, request, known)
-        return new
+        return self.all_tables(new, new_states)
 
     def _extend(
-        self, sequence: Sequence, required: RequiredBlocks, have: int, published: int
+        self,
+        sequence: Sequence,
+        required: RequiredBlocks,
+        have: int,
+        published: int,
+        columns: list[Column],
     ) -> list[list[int]] | None:
         new = max(required.slots - have, 0)
-        if required.whole or required.spare or required.reserved:
+        start, prefill_end = required.start, required.prefill_end
+        states = self.num_state_blocks(columns, start, required.end, prefill_end)
+        if required.whole or required.spare or required.reserved or states:
             available = self.kv.usage().available - required.spare
-            whole = self.num_missing(required.whole, have, capped=True)
-            if whole > available or new * len(self.windows) > available - required.reserved:
+            whole = self.num_missing(self.blocks_of(required.whole), have)
+            whole += self.num_state_blocks(columns, start, required.whole, prefill_end)
+            needed = new * len(self.windows) + states
+            if whole > available or needed > available - required.reserved:
                 return None
         if new == 0:
             return [[] for _ in self.windows]
         answer = sequence.extend(required.slots * self.block_size - published)
         return self._ids(answer.blocks) if isinstance(answer, Extended) else None
 
-    def num_missing(self, blocks: int, have: int, *, capped: bool) -> int:
-        """Blocks that a request with `have` blocks in each layer group needs for `blocks`."""
+    def num_missing(self, blocks: int, have: int, *, capped: bool = True) -> int:
+        """Blocks that a request with `have` blocks in each group of attention layers needs for
+        `blocks`."""
         if not capped:
             return max(blocks - have, 0) * len(self.windows)
         return sum(int(max(min(blocks, cap) - have, 0)) for cap in self.caps)
@@ -328,7 +417,9 @@ class Tables:
             if (lookup.request_id, lookup.hit) == (request.request_id, hit):
                 return lookup
             lookup.drop()
-        if hit % self.block_size:
+        if hit and self.state_layers is not None:
+            lookup = self._search_with_state(request, min(hit + 1, request.num_tokens))
+        elif hit % self.block_size:
             lookup = self._search(request)
         else:
             tokens = min(hit + 1, request.num_tokens) if hit else request.num_tokens
@@ -343,6 +434,78 @@ class Tables:
                 f"{lookup.hit} now: look up and allocate in one step"
             )
         return lookup
+
+    # -- states -------------------------------------------------------------------------------
+
+    def _state_tables(self, columns: list[Column], num_columns: int) -> list[list[int]]:
+        """Tables of states with so many columns, most of them without blocks."""
+        tables = [[0] * num_columns for _ in self.recurrent]
+        for column in columns:
+            for table, block in zip(tables, column.blocks, strict=True):
+                table[column.index] = block
+        return tables
+
+    def _new_columns(self, columns: list[Column], start: int, end: int, prefill_end: int) -> range:
+        if self.state_layers is None:
+            return range(0)
+        num_columns = columns[-1].index + 1 if columns else 0
+        return self.state_layers.new_columns(num_columns, start, end, prefill_end)
+
+    def num_state_blocks(
+        self, columns: list[Column], start: int, end: int, prefill_end: int
+    ) -> int:
+        """Blocks for the states of a request that computes from `start` to `end`."""
+        return len(self._new_columns(columns, start, end, prefill_end)) * len(self.recurrent)
+
+    def _begin_states(self, entry: RequestBlocks, required: RequiredBlocks) -> list[list[int]]:
+        """Extend a request's tables of states for a step. Returns what is new of each table."""
+        layers, columns = self.state_layers, entry.columns
+        if layers is None:
+            return []
+        if columns:
+            columns[-1].num_tokens = required.start
+        have = len(entry.states[0])
+        step = (required.start, required.end, required.prefill_end)
+        indices = self._new_columns(columns, *step)
+        added = layers.begin(self.kv, indices, required.end)
+        columns += added
+        columns[-1].num_tokens = required.end
+        new = [table[have:] for table in self._state_tables(added, columns[-1].index + 1)]
+        for table, blocks in zip(entry.states, new, strict=True):
+            table.extend(blocks)
+        slots = len(entry.blocks[0]) * self.block_size
+        entry.capacity = min(slots, len(entry.states[0]) * layers.block_size)
+        return new
+
+    def _register_states(
+        self,
+        entry: RequestBlocks,
+        request: Any,
+        end: int,
+        tokens: list[int] | None,
+        layers: StateLayers,
+    ) -> list[Remapping]:
+        """Publish the tokens up to `end`, and cache the states that stand for whole blocks."""
+        remappings: list[Remapping] = []
+        published = entry.published
+        for column in entry.columns:
+            boundary = (column.index + 1) * layers.block_size
+            is_new = column.num_tokens == boundary and published < boundary <= end
+            if is_new and layers.retains(boundary, request):
+                remappings += entry.sequence.publish(boundary - published, tokens)
+                published, tokens = boundary, None
+                layers.keep(self.kv, entry.sequence, column)
+                if self._in_step:
+                    self._fresh.update(column.blocks)
+        return remappings + entry.sequence.publish(end - published, tokens)
+
+    def _pass_columns(self, entry: RequestBlocks, num_tokens: int, size: int) -> None:
+        """Release the states before the one after `num_tokens` tokens."""
+        while entry.columns and entry.columns[0].index < (num_tokens - 1) // size:
+            column = entry.columns.pop(0)
+            column.release()
+            for table in entry.states:
+                table[column.index] = 0
 
     # -- publishing ---------------------------------------------------------------------------
 
@@ -386,7 +549,7 @@ class Tables:
             self.events.collect(self.kv.take_events())
         try:
             tokens = self._tokens(request, entry.known, end) if end > entry.known else None
-            remappings = self._register(entry, end, tokens)
+            remappings = self._register(entry, request, end, tokens)
         except (OverflowError, TokenError):
             entry.next_publish = NEVER
             return
@@ -413,13 +576,15 @@ class Tables:
     # -- windows ------------------------------------------------------------------------------
 
     def _register(
-        self, entry: RequestBlocks, end: int, tokens: list[int] | None
+        self, entry: RequestBlocks, request: Any, end: int, tokens: list[int] | None
     ) -> list[Remapping]:
         """Publish the tokens up to `end`, and guard what windows pass and the step still reads.
 
         A pin holds the blocks of a sequence that its windows read next. So the tokens are published
         in pieces of the smallest window, with a pin before each.
         """
+        if self.state_layers is not None:
+            return self._register_states(entry, request, end, tokens, self.state_layers)
         if not self.has_windows:
             return entry.sequence.publish(end - entry.published, tokens)
         remappings: list[Remapping] = []
@@ -442,7 +607,9 @@ class Tables:
 
     def process(self, entry: RequestBlocks, num_tokens: int) -> None:
         """The steps that compute the first `num_tokens` tokens of a request have ended: release
-        what its windows have passed. Does nothing without windows."""
+        what its windows have passed, and earlier states."""
+        if self.state_layers is not None:
+            self._pass_columns(entry, num_tokens, self.state_layers.block_size)
         if not self.has_windows:
             return
         entry.processed, size = num_tokens, self.block_size
@@ -505,7 +672,8 @@ class Tables:
             entry.free_merged()
             entry.merges.clear()
             del self._merged[request.request_id]
-            tables[request.request_id] = tuple(blocks.copy() for blocks in entry.blocks)
+            blocks = self.all_tables(entry.blocks, entry.states)
+            tables[request.request_id] = tuple(table.copy() for table in blocks)
         return tables
 
     def take_copies(self) -> list[tuple[list[tuple[int, int]], Pin]]:

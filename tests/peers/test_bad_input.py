@@ -22,12 +22,25 @@ def connector(config: Any, cache: Any) -> None:
     config.kv_transfer_config.kv_connector = POOL_CONNECTOR
 
 
-def hybrid(config: Any, cache: Any) -> None:
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+def recurrent(*groups: dict[str, Any], attention: int = 1) -> Callable[[Any, Any], None]:
+    """So many groups of full attention, and groups of recurrent layers with these settings."""
 
-    spec = cache.kv_cache_groups[0].kv_cache_spec
-    mamba = MambaSpec(block_size=spec.block_size, shapes=((1, 1),), dtypes=(spec.dtype,))
-    cache.kv_cache_groups.append(KVCacheGroupSpec(["other"], mamba))
+    def adjust(config: Any, cache: Any) -> None:
+        from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+
+        [full] = cache.kv_cache_groups
+        spec = full.kv_cache_spec
+        given = {"block_size": spec.block_size, "shapes": ((1, 1),), "dtypes": (spec.dtype,)}
+        states = [MambaSpec(**given | settings) for settings in groups]
+        added = [KVCacheGroupSpec([f"states {index}"], state) for index, state in enumerate(states)]
+        cache.kv_cache_groups[:] = [full] * attention + added
+
+    return adjust
+
+
+def retention(config: Any, cache: Any) -> None:
+    recurrent({})(config, cache)
+    cache.prefix_cache_retention_interval = 6
 
 
 def context_parallel(config: Any, cache: Any) -> None:
@@ -42,7 +55,19 @@ def nothing(config: Any, cache: Any) -> None:
     ("adjust", "runner", "reason"),
     [
         (connector, "auto", "the connector PoolConnector uses vLLM's own pool of blocks"),
-        (hybrid, "auto", "recurrent layers"),
+        (
+            recurrent({"num_speculative_blocks": 2}),
+            "auto",
+            "recurrent layers with speculative decoding",
+        ),
+        (recurrent({"mamba_cache_mode": "align"}), "auto", "mamba_cache_mode is align, not none"),
+        (recurrent({}, attention=2), "auto", "exactly one group of full attention"),
+        (recurrent({}, attention=0), "auto", "exactly one group of full attention"),
+        (
+            recurrent({}, {"num_prefill_checkpoint_blocks": 1}),
+            "auto",
+            "groups of recurrent layers",
+        ),
         (context_parallel, "auto", "context parallelism (dcp_world_size is 2)"),
         (nothing, "pooling", "the model is a pooling model"),
     ],
@@ -57,6 +82,11 @@ def test_what_is_not_ours_is_vllms(
     assert type(scheduler.kv_cache_manager) is own
     [given] = plugin.state.reasons
     assert reason in given
+
+
+def test_an_interval_of_states_inside_blocks_is_refused_by_vllm(folder: Path) -> None:
+    with pytest.raises(ValueError, match="multiple of scheduler_block_size"):
+        make_scheduler(Settings(ours=True, caching=False, adjust=retention), folder)
 
 
 def test_a_vllm_of_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 A slot holds a number that stands for all tokens up to its position, in their namespace and their
 group of layers. A step writes what it computes and then reads, for every request, all positions up
 to the last, or those in the window of a group: what is there must be what its own tokens give. The
-next token follows from it.
+next token follows from it. Groups of recurrent layers have a number for all tokens in a block of
+their own, which a step reads before it writes.
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.peers.vllm_own import models
 MASK = (1 << 62) - 1
 EMPTY = -1
 BAD = -2  # a load that failed, and what is computed after it
+STATE = "state"  # instead of a window: a group of recurrent layers
 
 
 def link(before: int, token: int) -> int:
@@ -58,10 +61,14 @@ class Worker:
         num_blocks: int,
         block_size: int,
         vocabulary: int = 50,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[int | str | None, ...] = (None,),
+        state_size: int = 0,
+        checkpoint_alignment: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.windows = windows
+        self.state_size = state_size or block_size
+        self.checkpoint_alignment = checkpoint_alignment
         self.vocabulary = vocabulary
         self.kv = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.states: dict[str, State] = {}
@@ -90,9 +97,14 @@ class Worker:
             state.link_up_to(start, tokens, end)
             is_bad = not self.invalid.isdisjoint(state.table)
             for group, table in enumerate(state.tables):
-                slots = self._slots(table, start, end)
-                self.kv.reshape(-1)[slots] = BAD if is_bad else state.chain[start:end] ^ group
+                if self.windows[group] == STATE:
+                    self._read_state(request_id, group, start)
+                else:
+                    slots = self._slots(table, start, end)
+                    self.kv.reshape(-1)[slots] = BAD if is_bad else state.chain[start:end] ^ group
             inputs[request_id] = (start, end, drafts)
+        for request_id, (start, end, _) in inputs.items():
+            self._write_states(self.states[request_id], start, end)
         sampled = [self._read(request_id, *inputs[request_id]) for request_id in inputs]
         outputs = importlib.import_module("vllm.v1.outputs")
         ids = list(inputs)
@@ -133,11 +145,38 @@ class Worker:
         blocks = np.array(table, np.int64)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
+    def _read_state(self, request_id: str, group: int, start: int) -> None:
+        """The state after `start` tokens, which the step continues."""
+        state = self.states[request_id]
+        if start == 0:
+            return
+        block = state.tables[group][(start - 1) // self.state_size]
+        self.reads += 1
+        if block == 0 or (self.kv[block] != state.chain[start - 1] ^ group).any():
+            self.wrong.append(f"{request_id}: the state after {start} tokens in block {block}")
+
+    def _write_states(self, state: State, start: int, end: int) -> None:
+        """The state after `end` tokens, and the one that a backend exports within the chunk."""
+        checkpoint = importlib.import_module("vllm.model_executor.layers.mamba.checkpoint")
+        size = self.state_size
+        [offset], [column] = checkpoint.compute_mamba_prefill_checkpoints(
+            [end], [end - start], size, size, self.checkpoint_alignment, False, size
+        )
+        for group, table in enumerate(state.tables):
+            if self.windows[group] == STATE:
+                if table[(end - 1) // size] == 0:
+                    raise AssertionError(f"no block for the state after {end} tokens")
+                self.kv[table[(end - 1) // size]] = state.chain[end - 1] ^ group
+                if offset:
+                    self.kv[table[column]] = state.chain[start + offset - 1] ^ group
+
     def _read(self, request_id: str, start: int, end: int, drafts: list[int]) -> list[int]:
         state = self.states[request_id]
         if not self.invalid.isdisjoint(state.table):
             return [0] if end >= len(state.tokens) else []
         for group, (table, window) in enumerate(zip(state.tables, self.windows, strict=True)):
+            if isinstance(window, str):
+                continue
             first = max(start + 1 - window, 0) if window else 0
             found = self.kv.reshape(-1)[self._slots(table, first, end)]
             self.reads += end - first
@@ -175,9 +214,17 @@ class Settings:
     events: bool = False
     own: Any = None
     runner: str = "auto"
-    windows: tuple[int | None, ...] = (None,)
+    windows: tuple[int | str | None, ...] = (None,)
+    checkpoint_alignment: int | None = None
+    """Of a backend that exports states inside a chunk."""
+    retention_interval: int | None = None
     adjust: Callable[[Any, Any], None] = lambda config, cache: None
     """Called with the configurations of the engine and of its KV cache."""
+
+    @property
+    def state_size(self) -> int:
+        """Tokens for which a state has a block."""
+        return self.block_size if self.caching else self.max_model_len
 
 
 _own: list[Any] = []
@@ -213,6 +260,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
     from vllm.v1.structured_output import StructuredOutputManager
@@ -258,19 +306,34 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         kv_events_config=events if settings.events else None,
     )
     heads = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    exports = settings.checkpoint_alignment is not None
+    state = MambaSpec(
+        block_size=settings.state_size,
+        shapes=((1, 1),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align" if settings.caching else "none",
+        num_prefill_checkpoint_blocks=int(exports),
+        prefill_checkpoint_alignment=settings.checkpoint_alignment,
+    )
     specs = [
-        SlidingWindowSpec(sliding_window=window, **heads) if window else FullAttentionSpec(**heads)
+        state
+        if window == STATE
+        else SlidingWindowSpec(sliding_window=window, **heads)
+        if window
+        else FullAttentionSpec(**heads)
         for window in settings.windows
     ]
     cache = KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[],
+        prefix_cache_retention_interval=settings.retention_interval,
         kv_cache_groups=[
             KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)
         ],
     )
     config.scheduler_config.async_scheduling = settings.overlapping  # which the CPU turns off
     config.cache_config.num_gpu_blocks = settings.num_blocks
+    config.cache_config.mamba_cache_mode = state.mamba_cache_mode
     settings.adjust(config, cache)
     register_all_kvcache_specs(config)
     own, ours = managers()
@@ -280,7 +343,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         scheduler = (AsyncScheduler if settings.overlapping else Scheduler)(
             vllm_config=config,
             kv_cache_config=cache,
-            block_size=size,
+            block_size=math.lcm(*(spec.block_size for spec in specs)),
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
         )
@@ -331,7 +394,13 @@ class World:
         self.settings = settings
         self.scheduler = make_scheduler(settings, folder)
         self.manager = self.scheduler.kv_cache_manager
-        self.worker = Worker(settings.num_blocks, settings.block_size, windows=settings.windows)
+        self.worker = Worker(
+            settings.num_blocks,
+            settings.block_size,
+            windows=settings.windows,
+            state_size=settings.state_size,
+            checkpoint_alignment=settings.checkpoint_alignment,
+        )
         self.hasher = hasher(settings.block_size, settings.ours)
         self.outputs: dict[str, list[int]] = {}
         self.hits: dict[str, list[int]] = {}
