@@ -85,8 +85,13 @@ class SlidingWindowSpec:
         return -(-tokens // self.block_size) + 1
 
 
-class MambaSpec(FullAttentionSpec):
-    pass
+@dataclass
+class MambaSpec:
+    block_size: int = 4
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+    num_prefill_checkpoint_blocks: int = 0
+    prefill_checkpoint_alignment: int | None = None
 
 
 class KVConnectorBase_V1:
@@ -145,6 +150,10 @@ class Request:
     num_preemptions: int = 0
     session_id: str | None = None
     num_in_flight_tokens: int = 0
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self._all_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -178,4 +187,5 @@ def engine_config(**more: Any) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(**(model | more.pop("model", {}))),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=more.pop("pcp", 1)),
+        speculative_config=more.pop("drafts", None),
     )

@@ -180,12 +180,30 @@ IN_SCOPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"specs": (FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec())}, {}),
     ({"specs": (FullAttentionSpec(), FullAttentionSpec()), "enable_caching": False}, {}),
     ({"enable_caching": False}, {}),
+    ({"specs": (FullAttentionSpec(), MambaSpec(), MambaSpec())}, {}),
+    (
+        {
+            "specs": (FullAttentionSpec(), MambaSpec(64, mamba_cache_mode="none")),
+            "enable_caching": False,
+        },
+        {},
+    ),
     ({}, {"connector": KVConnectorBase_V1()}),
     ({}, {"connector": MultiConnector(KVConnectorBase_V1())}),
 ]
 OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("no KV cache", {"groups": 0}, {}),
-    ("MambaSpec", {"specs": (FullAttentionSpec(), MambaSpec())}, {}),
+    ("exactly one group", {"specs": (MambaSpec(),)}, {}),
+    ("exactly one group", {"specs": (SlidingWindowSpec(), MambaSpec())}, {}),
+    ("is none, not align", {"specs": (FullAttentionSpec(), MambaSpec(4, "none"))}, {}),
+    ("speculative", {"specs": (FullAttentionSpec(), MambaSpec(num_speculative_blocks=2))}, {}),
+    ("speculative", {"specs": (FullAttentionSpec(), MambaSpec())}, {"drafts": "ngram"}),
+    (
+        "recurrent layers differ",
+        {"specs": (FullAttentionSpec(), MambaSpec(), MambaSpec(num_prefill_checkpoint_blocks=1))},
+        {},
+    ),
+    ("several sizes", {"specs": (FullAttentionSpec(), MambaSpec(8))}, {}),
     ("sliding_window is 8", {"specs": (FullAttentionSpec(sliding_window=8),)}, {}),
     ("attention_chunk_size", {"specs": (FullAttentionSpec(attention_chunk_size=8),)}, {}),
     ("not causal", {"specs": (FullAttentionSpec(non_causal=True),)}, {}),
