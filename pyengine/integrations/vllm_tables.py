@@ -116,10 +116,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class RequiredBlocks:
-    """What a request needs: blocks for all its tokens so far (`slots`), of which this step computes
-    those from `start` to `end`; the tokens of the whole prompt (`whole`, or 0); and the end of the
-    prefill. Further, blocks that must stay available: `spare` in any case, `reserved` for other
-    requests.
+    """The needs of a request: blocks for all its tokens so far (`slots`), of which this step
+    computes those from `start` to `end`; the tokens of the whole prompt (`whole`, or 0); and the
+    end of the prefill. Further, blocks that must stay available: `spare` in any case, `reserved`
+    for other requests.
     """
 
     start: int

@@ -1,11 +1,14 @@
 """Models that a paged engine cannot serve are refused by name, not served wrongly."""
 
 import json
+import re
 
 import pytest
 
+from pyengine import LLM
 from pyengine.errors import ModelLoadError
 from pyengine.models.loader import load_model
+from pyengine.models.unsupported import _BY_FAMILY
 from tests.support.checkpoints import save_tiny
 from tests.support.without_torch import needs_torch
 
@@ -60,6 +63,18 @@ def test_attention_that_is_not_causal_is_refused(tmp_path, family, settings):
 def test_the_same_families_are_loaded_where_they_are_causal(tmp_path, family, settings):
     save(tmp_path, family, **settings)
     assert load_model(tmp_path, device="cpu").vocab_size == 32
+
+
+@needs_torch
+@pytest.mark.parametrize("family", _BY_FAMILY)
+def test_layers_that_are_missing_are_named(tmp_path, family):
+    from transformers import CONFIG_MAPPING
+
+    # Those that transformers must build to be known are small.
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2} if family in ("rwkv", "xlstm") else {}
+    CONFIG_MAPPING[family](**sizes).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"pyengine has no {re.escape(_BY_FAMILY[family])}$"):
+        LLM(tmp_path, device="cpu", load_format="dummy")
 
 
 @pytest.mark.parametrize(
