@@ -24,8 +24,8 @@ from tests.unit.models.decoder.steps import CPU, Runner, generate
 from tests.unit.models.decoder.tiny_models import MODELS, RECURRENT, Tiny
 
 TOLERANCE = 2e-4
-_TOLERANCE_OF_STATES = 6e-4
-"""transformers' delta rules in float32 differ by up to 4e-4 from those in float64."""
+_TOLERANCE_OF_GATED_DELTA = 6e-4
+"""Of Qwen's gated delta nets, where transformers in float32 is as far from float64 as ours."""
 _MIN_SPREAD = 0.02
 """Deviation of logits below which a difference would not be seen."""
 Saved = Callable[[Tiny], tuple[Path, Any]]
@@ -39,7 +39,8 @@ SETS: dict[str, tuple[Callable[[], Kernels], type[AttentionBackend]]] = {
 
 
 def tolerance_of(tiny: Tiny) -> float:
-    return _TOLERANCE_OF_STATES if tiny in RECURRENT else TOLERANCE
+    is_gated_delta = tiny.family.startswith(("qwen3_next", "qwen3_5"))
+    return _TOLERANCE_OF_GATED_DELTA if is_gated_delta else TOLERANCE
 
 
 @pytest.mark.parametrize("kernels", SETS)
