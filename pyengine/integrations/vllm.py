@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyengine.integrations.vllm_manager import KVCacheManager
-from pyengine.integrations.vllm_states import is_recurrent
+from pyengine.integrations.vllm_states import by_kind
 
 SWITCH = "PYENGINE_BLOCK_MANAGER"
 PLUGIN = "pyengine-vllm"
@@ -209,12 +209,12 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if not specs:
         yield "the model has no KV cache"
-    attention = [spec for spec in specs if not is_recurrent(spec)]
+    attention, recurrent = by_kind(specs)
     for spec in attention:
         yield from _reasons_of_the_layers(spec, classes)
-    if len(attention) < len(specs):
-        yield from _reasons_of_states(settings, specs, scheduler)
-    yield from _reasons_of_the_blocks(settings, specs)
+    if recurrent:
+        yield from _reasons_of_states(settings, attention, recurrent, scheduler)
+    yield from _reasons_of_the_blocks(settings, attention, recurrent)
     for name in ("dcp_world_size", "pcp_world_size"):
         if settings.get(name, 1) > 1:
             yield f"context parallelism ({name} is {settings[name]})"
@@ -224,7 +224,7 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
         yield "drafters of several modules recompute the end of a prompt"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
-    if cache.prefix_cache_retention_interval and len(attention) == len(specs):
+    if cache.prefix_cache_retention_interval and not recurrent:
         # With 0, all blocks are cached here.
         yield f"prefix_cache_retention_interval is {cache.prefix_cache_retention_interval}"
     if cache.hisparse_host_num_blocks:
@@ -236,10 +236,10 @@ def _reasons(settings: dict[str, Any], scheduler: Any, classes: Any) -> Any:
         yield from _reasons_of_windows(settings, scheduler)
 
 
-def _reasons_of_states(settings: dict[str, Any], specs: list[Any], scheduler: Any) -> Any:
-    """Groups of recurrent layers among the groups of layers."""
-    attention = [spec for spec in specs if not is_recurrent(spec)]
-    recurrent = [spec for spec in specs if is_recurrent(spec)]
+def _reasons_of_states(
+    settings: dict[str, Any], attention: list[Any], recurrent: list[Any], scheduler: Any
+) -> Any:
+    """Groups of recurrent layers beside those of attention layers."""
     if len(attention) != 1 or getattr(attention[0], "sliding_window", None):
         yield "recurrent layers without exactly one group of full attention"
     kinds = {
@@ -292,12 +292,14 @@ def _reasons_of_the_layers(spec: Any, classes: Any) -> Any:
         yield "attention is not causal"
 
 
-def _reasons_of_the_blocks(settings: dict[str, Any], specs: list[Any]) -> Any:
-    sizes = {settings["scheduler_block_size"], settings["hash_block_size"]}
-    if any(map(is_recurrent, specs)) and not settings.get("enable_caching", True):
-        # A state stands for the whole sequence, and nothing is hashed.
-        specs, sizes = [spec for spec in specs if not is_recurrent(spec)], set()
-    sizes |= {spec.block_size for spec in specs}
+def _reasons_of_the_blocks(
+    settings: dict[str, Any], attention: list[Any], recurrent: list[Any]
+) -> Any:
+    sizes = {spec.block_size for spec in attention}
+    # Without a cache, a state stands for the whole sequence, and nothing is hashed.
+    if not recurrent or settings.get("enable_caching", True):
+        sizes |= {spec.block_size for spec in recurrent}
+        sizes |= {settings["scheduler_block_size"], settings["hash_block_size"]}
     if len(sizes) > 1:
         yield "blocks have several sizes"
     if 1 in sizes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyengine.integrations.vllm_keys import EventWriter
-from pyengine.integrations.vllm_states import is_recurrent, state_layers
+from pyengine.integrations.vllm_states import by_kind, state_layers
 from pyengine.integrations.vllm_tables import LayerGroups, RequestBlocks, RequiredBlocks, Tables
 from pyengine.kv_cache import Pin
 
@@ -195,7 +195,7 @@ class KVCacheManager:
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        attention = [spec for spec in specs if not is_recurrent(spec)]
+        attention, _ = by_kind(specs)
         self.block_size: int = attention[0].block_size
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events

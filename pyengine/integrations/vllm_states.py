@@ -134,7 +134,7 @@ class StateLayers:
 
 def state_layers(specs: ListLike[Any], retention_interval: int | None) -> StateLayers | None:
     """The groups of recurrent layers among the specifications of vLLM's groups, which are equal."""
-    groups = tuple(index for index, spec in enumerate(specs) if is_recurrent(spec))
+    groups = tuple(index for index, spec in enumerate(specs) if _is_recurrent(spec))
     if not groups:
         return None
     spec = specs[groups[0]]
@@ -148,6 +148,11 @@ def state_layers(specs: ListLike[Any], retention_interval: int | None) -> StateL
     )
 
 
-def is_recurrent(spec: Any) -> bool:
-    """True for the specification of a group of recurrent layers."""
+def by_kind(specs: ListLike[Any]) -> tuple[list[Any], list[Any]]:
+    """The specifications of groups of attention layers, and those of groups of recurrent layers."""
+    attention = [spec for spec in specs if not _is_recurrent(spec)]
+    return attention, [spec for spec in specs if _is_recurrent(spec)]
+
+
+def _is_recurrent(spec: Any) -> bool:
     return type(spec).__name__ == "MambaSpec"

@@ -87,7 +87,7 @@ MORE: dict[str, dict[str, Any]] = {
 """Families beside those of `tests/gpu`; "gemma" runs as a module of transformers."""
 WITH_STATES: dict[str, dict[str, Any]] = {
     **models.WITH_STATES,
-    "qwen3_next": {**models._DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
+    "qwen3_next": {**models.DELTA, **_EXPERTS, "shared_expert_intermediate_size": 256},
     "kimi_linear": {
         "num_key_value_heads": 4,
         "kv_lora_rank": 64,

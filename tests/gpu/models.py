@@ -77,7 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 3,
     },
 }
-_DELTA = {
+DELTA = {
     "head_dim": 128,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
@@ -87,7 +87,7 @@ _DELTA = {
 }
 WITH_STATES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "qwen3_5_text": _DELTA,
+    "qwen3_5_text": DELTA,
     "granitemoehybrid": {
         "mamba_n_heads": 16,
         "mamba_d_head": 64,

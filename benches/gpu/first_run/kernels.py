@@ -77,7 +77,10 @@ def rotation(context: Context) -> None:
             call = partial(write_rotated, rows, (ours.keys[0], ours.values[0]), slots, turn)
             query, key = rotated(rows[0], rows[1], turn)
             theirs.write(0, key, rows[2], _without_gaps(slots, theirs))
-            error = max(_error(call(), query), *(_error(a, b) for a, b in _floats(ours, theirs)))
+            error = max(
+                relative_error(call(), query),
+                *(relative_error(a, b) for a, b in _floats(ours, theirs)),
+            )
             worst, checked = max(worst, error), checked + 1
             if not error < ROUNDING:  # NaN, too
                 wrong.append([heads, count, order, part, has_norm, error])
@@ -102,7 +105,7 @@ def grouped_products(context: Context) -> None:
         actual = call().view(tokens, choices, outputs)[:8]
         pairs = zip(rows[:8], chosen[:8], strict=True)
         expected = torch.stack([weight[pair].float() @ row.float() for row, pair in pairs])
-        error = _error(actual, expected)
+        error = relative_error(actual, expected)
         seconds, used = bench.seconds_of(call), len(chosen.unique())
         context.record(
             piece="grouped products",
@@ -130,8 +133,8 @@ def sums_and_norms(context: Context) -> None:
                 exact = exact - exact.mean(-1, keepdim=True)
             exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
             exact = exact * (1.0 + weight.float()) + (bias.float() if is_centred else 0.0)
-            sums = _error(total, stream.float() + 0.5 * change.float())
-            error = max(sums, _error(norms, exact))
+            sums = relative_error(total, stream.float() + 0.5 * change.float())
+            error = max(sums, relative_error(norms, exact))
             worst = max(worst, error)
             if not error < ROUNDING:  # NaN, too
                 wrong.append([count, size, is_centred, error])
@@ -150,7 +153,7 @@ def gates(context: Context) -> None:
             gate = Gate(activation) if isinstance(activation, str) else Gate("clamped", 1.7, 1.0)
             call = partial(gated, rows, gate)
             exact = torches.activated(rows.float(), MLP(size=size, activation=activation))
-            error = _error(call(), exact)
+            error = relative_error(call(), exact)
             worst = max(worst, error)
             if not error < ROUNDING:  # NaN, too
                 wrong.append([count, size, str(activation), error])
@@ -243,7 +246,7 @@ def _rotation(context: Context, layout: RotaryLayout, norm_size: int, count: int
     return Rotation(angle.cos().to(dtype), angle.sin().to(dtype), layout, norm)
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error, in the norm of all numbers."""
     expected = expected.float()
     return float((actual.float() - expected).norm() / expected.norm().clamp_min(1e-20))

@@ -13,6 +13,7 @@ import torch
 
 from benches.engine.states import SHAPES
 from benches.gpu.first_run.context import Context
+from benches.gpu.first_run.kernels import ROUNDING, relative_error
 from pyengine.kv_cache.states import LayerState, StateInputs
 from pyengine.models.decoder.cuda_states import CudaStates
 from pyengine.models.decoder.kernels import (
@@ -37,8 +38,8 @@ from pyengine.models.decoder.torch_states import TorchStates
 Parts: TypeAlias = tuple[torch.Tensor, ...]
 Call: TypeAlias = Callable[[TorchStates, Parts, LayerState, Any], torch.Tensor]
 """Results of a kernel set for rows, states, which it changes, and sequences of its own kind."""
-BY_TOKEN, IN_CHUNKS = 2e-3, 5e-3
-"""Relative errors: of results in bfloat16, and of results and states after products of chunks.
+IN_CHUNKS = 5e-3
+"""Relative error of results and states after products of chunks.
 
 bfloat16 rounds by 0.0017. Products whose operands are cut off to tf32 add 0.001, in the interpreter
 with heads of 128.
@@ -122,11 +123,11 @@ def check(
         exact = tuple(part.float() for part in operation.rows)
         expected = call(TorchStates(), exact, _layer(expected_state), inputs)
         is_exact = not operation.has_chunks or max(lengths) == 1
-        error, state_error = _error(actual, expected), 0.0
-        wrong = [] if error < (BY_TOKEN if is_exact else IN_CHUNKS) else ["results"]  # NaN, too
+        error, state_error = relative_error(actual, expected), 0.0
+        wrong = [] if error < (ROUNDING if is_exact else IN_CHUNKS) else ["results"]  # NaN, too
         if operation.shape:
             kept = inputs.slots[inputs.slots >= 0]
-            state_error = _error(state[kept], expected_state[kept])
+            state_error = relative_error(state[kept], expected_state[kept])
             if not state_error < (STATES_BY_TOKEN if is_exact else IN_CHUNKS):
                 wrong.append("states")
             others = torch.ones(num_slots, dtype=torch.bool, device=context.device)
@@ -305,9 +306,3 @@ def _recurrent(name: str) -> RecurrentMixer:
     """The recurrent layers of a shape; all are equal."""
     found = (layer.recurrent for layer in spec_of(SHAPES[name], name).layers)
     return next(mixer for mixer in found if mixer is not None)
-
-
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The relative error, in the norm of all numbers."""
-    expected = expected.float()
-    return float((actual.float() - expected).norm() / expected.norm().clamp_min(1e-20))

@@ -398,7 +398,7 @@ impl BlockManager {
 
     /// Caches the state of a sequence at its position, the end of a block, for a caller without plans. Returns the blocks
     /// to which the caller copies the state, in the order of its bytes, before it runs another step; none if the prefix
-    /// has a snapshot, or is not cached.
+    /// has a snapshot, or is not cached, or the manager has no states.
     ///
     /// # Errors
     /// [`Error::InPlan`], [`Error::SnapshotPosition`]

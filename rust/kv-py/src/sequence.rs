@@ -229,8 +229,9 @@ impl Sequence {
 
     /// Caches the state of the sequence at its position, the end of a block, for an engine without plans. Returns
     /// `NoRoom`, or `Extended` whose `blocks[0]` are the blocks to which the engine copies the state, in the order of its
-    /// bytes, before it runs another step: none if the prefix has a snapshot, or is not cached. Raises `PlanError` if
-    /// the computed tokens do not end with a block, or if an open plan holds the sequence.
+    /// bytes, before it runs another step: none if the prefix has a snapshot or is not cached, or without
+    /// `state_blocks`. Raises `PlanError` if the computed tokens do not end with a block, or if an open plan holds the
+    /// sequence.
     fn keep_snapshot(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         let answer = self.core.with(py, |core| core.keep_snapshot(self.key()))?;
         extend_answer(py, answer, 1)

@@ -345,11 +345,7 @@ fn an_engine_without_plans_keeps_and_continues_snapshots() {
     let pin = m.pin(next.key()).expect("live");
     assert_eq!((pin.snapshot().0, pin.snapshot().1.len()), (8, 2));
     drop(pin);
-    assert_eq!(
-        m.reuse_cached(next.key()),
-        Ok(0),
-        "it has a state of its own"
-    );
+    assert_eq!(m.reuse_cached(next.key()), Ok(0), "it has a state already");
     m.extend(next.key(), 4).expect("at rest");
     let merged = m.publish(next.key(), 4, &[]).expect("extended");
     assert_eq!(merged.len(), 1);
