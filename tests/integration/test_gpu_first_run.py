@@ -84,7 +84,7 @@ def _checks(page: str) -> None:
 def _error(page: str, check: str) -> tuple[float, float]:
     """The error of a check that passed, and its bound."""
     (line,) = re.findall(rf"^- passed .*{re.escape(check)}.*$", page, re.MULTILINE)
-    error, bound = (re.findall(rf"\b{name} ([\d.]+)", line)[0] for name in ("error", "bound"))
+    error, bound = (re.findall(rf"\b{name} ([^,\s]+)", line)[0] for name in ("error", "bound"))
     return float(error), float(bound)
 
 
