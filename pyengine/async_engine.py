@@ -13,11 +13,13 @@ from time import monotonic
 from typing import TypeVar
 
 from pyengine.config import EngineSettings, takes_settings
+from pyengine.engine.changes import ChangeMode, Outcome
 from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.input_processor import refuse_submitted, refuse_taken
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.stats import EngineView, TenantLoad
+from pyengine.engine.weights import NewWeights
 from pyengine.errors import (
     EngineClosedError,
     InvalidRequestError,
@@ -306,6 +308,31 @@ class AsyncEngine(EngineClientBase):
 
         self._engine_loop.enqueue(answer)
         return await asyncio.wrap_future(future)
+
+    async def update_weights(self, weights: NewWeights, *, mode: ChangeMode = "keep") -> int:
+        """See `LLM.update_weights`. Given tensors are read until this returns."""
+        return await self._changed(partial(self._update_weights, weights, mode))
+
+    async def sleep(self, level: int = 1, *, mode: ChangeMode = "abort") -> None:
+        """See `LLM.sleep`."""
+        await self._changed(partial(self._sleep, level, mode))
+
+    async def wake_up(
+        self, tags: Sequence[str] | None = None, *, weights: NewWeights | None = None
+    ) -> None:
+        """See `LLM.wake_up`."""
+        await self._changed(partial(self._wake_up, tags, weights))
+
+    async def reset_prefix_cache(self) -> None:
+        """See `LLM.reset_prefix_cache`."""
+        await self._changed(self._reset_prefix_cache)
+
+    async def _changed(self, begin: Callable[[], Outcome]) -> int:
+        """Begin a change and wait for it, both in another thread."""
+        answer = await asyncio.to_thread(lambda: self._engine_loop.wait(begin()))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     @property
     def model_limits(self) -> ModelLimits:

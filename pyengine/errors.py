@@ -42,6 +42,10 @@ class EngineClosedError(PyEngineError):
     """The engine accepts no more requests: it is being drained, or is closed."""
 
 
+class EngineAsleepError(PyEngineError):
+    """The engine sleeps: its weights or its KV pool are not in memory."""
+
+
 class NoReplicaError(PyEngineError):
     """No replica of a cluster accepts requests at the moment. Try again later."""
 
@@ -98,6 +102,10 @@ class BrokenLogitsError(PyEngineError):
 
 class ModelLoadError(PyEngineError):
     """A model is missing, damaged, or of an unsupported kind."""
+
+
+class WeightUpdateError(PyEngineError, ValueError):
+    """New weights cannot be used. The engine goes on with those that it has."""
 
 
 class WorkerError(PyEngineError):

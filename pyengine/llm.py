@@ -9,9 +9,11 @@ from time import monotonic
 from typing import Any
 
 from pyengine.config import EngineSettings, takes_settings
+from pyengine.engine.changes import ChangeMode, Outcome
 from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.stats import EngineStats
+from pyengine.engine.weights import NewWeights
 from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import RequestOutput
 from pyengine.request.chat_template import ChatOptions, Message, as_conversations, render_chat
@@ -161,6 +163,50 @@ class LLM(EngineClientBase):
         for _ in self._read([request]):
             pass
         return self._pin_of(request)
+
+    def update_weights(self, weights: NewWeights, *, mode: ChangeMode = "keep") -> int:
+        """Replace the weights, and return their new version: 1 for the first update.
+
+        `weights` are a folder of the same model, or tensors by name: a mapping or pairs, of torch
+        or NumPy, with the names of the model's files. A name that is not given keeps its weights.
+        They are laid out while requests run, and put in place between two steps. No request that
+        comes later uses KV of earlier weights. Requests that have begun end first ("finish"), are
+        aborted ("abort"), go on over the KV that they have ("keep"), or compute it again
+        ("recompute"); `CompletionOutput.weights_versions` says which versions answered.
+
+        Raises `WeightUpdateError` if they cannot be used, or another update is under way: the
+        engine goes on with the weights that it has.
+        """
+        return self._changed(self._update_weights(weights, mode))
+
+    def sleep(self, level: int = 1, *, mode: ChangeMode = "abort") -> None:
+        """Give memory back to the system: of the KV pool, and at level 2 also of the weights.
+
+        Requests that have begun are aborted, end first ("finish"), or go on after `wake_up`
+        ("recompute"). A request that comes while the engine sleeps fails with `EngineAsleepError`.
+        """
+        self._changed(self._sleep(level, mode))
+
+    def wake_up(
+        self, tags: Sequence[str] | None = None, *, weights: NewWeights | None = None
+    ) -> None:
+        """Bring back what `sleep` has dropped, or only "weights" or "kv_cache".
+
+        Weights are read from their files. Those that an update by name has changed are in none:
+        give all `weights` then, as for `update_weights`.
+        """
+        self._changed(self._wake_up(tags, weights))
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached blocks: no later request reuses any."""
+        self._changed(self._reset_prefix_cache())
+
+    def _changed(self, outcome: Outcome) -> int:
+        """Wait for a change."""
+        answer = self._engine_loop.wait(outcome)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of the model; None for a model without one."""

@@ -49,8 +49,13 @@ class CompletionOutput:
     """The stop token id or stop string that ended it; ``None`` for end of sequence.
 
     "deadline" if the deadline aborted it; "max_model_len" if it ended before ``max_tokens``, or
-    without a ``max_tokens``, because prompt and answer fill the context.
+    without a ``max_tokens``, because prompt and answer fill the context; "weights_changed" if an
+    update of the weights aborted it.
     """
+    weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    """The versions of the weights that generated it: the number of tokens before each, and the
+    version. An answer of one version is a fresh engine's; more than one are of an update that kept
+    or recomputed running requests."""
 
     @property
     def is_finished(self) -> bool:

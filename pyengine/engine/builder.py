@@ -4,10 +4,11 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from pyengine.engine.offloading import KVOffloader
 from pyengine.engine.parts import EnginePart, MemoryAhead
 from pyengine.engine.pinning import Pinning
 from pyengine.engine.verification import HitVerifier, KeptRecording
+from pyengine.engine.weights import WeightChanges
 from pyengine.errors import ConfigurationError
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
@@ -96,6 +98,7 @@ class BuiltEngine:
     pins: PinTable
     offloader: KVOffloader | None
     verifier: HitVerifier | None
+    weights: WeightChanges
     inbox: Inbox
     worker_group: "WorkerGroup | None"
     threads: ComputeThreads
@@ -269,10 +272,20 @@ def _connect(
         parts.append(MemoryAhead(manager, pool.populate_piece, largest))
     present = [part for part in parts if part is not None]
     params = default_params(settings, loaded)
+    engine = Engine(manager, scheduler, executor, present)
     return BuiltEngine(
         loaded=loaded,
         manager=manager,
-        engine=Engine(manager, scheduler, executor, present),
+        engine=engine,
+        weights=WeightChanges(
+            engine,
+            loaded,
+            manager,
+            kept,
+            pool=pool,
+            rekey=None if offloader is None else partial(_rekey, setup, offloader),
+            refusal=_no_sleep(setup),
+        ),
         input_processor=processor,
         pins=scheduler.pins,
         offloader=offloader,
@@ -283,6 +296,23 @@ def _connect(
         default_params=params,
         description=describe(setup, executor, threads, offloader, params),
     )
+
+
+def _rekey(setup: Setup, offloader: KVOffloader, properties: Sequence[tuple[str, bytes]]) -> None:
+    """Have the KV of weights with these properties stored."""
+    offloader.rekey(*_fingerprints(setup, properties))
+
+
+def _no_sleep(setup: Setup) -> str:
+    """Why the engine cannot sleep; empty: it can."""
+    if setup.loaded.device.type != "cpu":
+        return (
+            "sleep: on a device, graphs hold the addresses of weights and pool; only an engine "
+            "on the CPU can sleep"
+        )
+    if setup.settings.compile or not setup.loaded.model.takes_arrays:
+        return "sleep: a model that torch computes keeps its weights; leave compile and dtype out"
+    return ""
 
 
 def _main_runner(setup: Setup, worker_group: "WorkerGroup | None") -> Runner:
@@ -336,7 +366,7 @@ def _offloader(
     setup: Setup, store: KVStore, pool: KVPool, inbox: Inbox, *, populate: bool
 ) -> KVOffloader:
     cache = setup.cache
-    fingerprints, of_state = _fingerprints(setup.settings, setup.loaded, setup.needs, cache)
+    fingerprints, of_state = _fingerprints(setup, setup.loaded.properties)
     state = None if of_state is None else (of_state, cache.snapshot_blocks)
     if not populate and (entries := store.stats()["readable_entries"]):
         pool.populate(entries // len(fingerprints))  # for what is to be restored
@@ -416,12 +446,13 @@ def _host_store(num_bytes: int, device: Device) -> KVStore:
 
 
 def _fingerprints(
-    settings: EngineSettings, loaded: LoadedModel, needs: AttentionNeeds, cache: KVCacheConfig
+    setup: Setup, of_model: Sequence[tuple[str, bytes]]
 ) -> tuple[list[bytes], bytes | None]:
     """The fingerprint of each layer group, and of snapshots if the model has states.
 
-    Entries are those of this model alone.
+    Entries are those of the model with these properties alone.
     """
+    settings, loaded, needs, cache = setup.settings, setup.loaded, setup.needs, setup.cache
     properties = [
         ("layout", _STORED_LAYOUT),
         ("block size", str(cache.block_size).encode()),
@@ -430,7 +461,7 @@ def _fingerprints(
         ("quantization", str(settings.quantization).encode()),
         *_scale_properties(cache),
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
-        *loaded.properties,
+        *of_model,
     ]
     of_groups = [
         kv_fingerprint([("layers", _layers_of(cache.groups, group)), *properties])

@@ -12,9 +12,11 @@ from weakref import finalize
 
 from pyengine.config import EngineSettings
 from pyengine.engine.builder import build_engine
+from pyengine.engine.changes import Change, Outcome, checked_mode
 from pyengine.engine.explain import explain_prompt
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
 from pyengine.engine.stats import EngineObserver, EngineStats
+from pyengine.engine.weights import ASLEEP, NewWeights
 from pyengine.errors import ConfigurationError, EngineClosedError, InvalidRequestError, copy_error
 from pyengine.kv_cache import TraceError
 from pyengine.outputs import CacheExplanation
@@ -25,7 +27,7 @@ from pyengine.request.request import Request, RequestOptions
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.utils.openmp import release_threads
 from pyengine.utils.packaging import package_version
-from pyengine.utils.validation import is_real
+from pyengine.utils.validation import is_real, shown
 
 
 class PromptPin:
@@ -76,6 +78,7 @@ class EngineClientBase:
         self._pins = parts.pins
         self._offloader = parts.offloader
         self._verifier = parts.verifier
+        self._weights = parts.weights
         self._worker_group = parts.worker_group
         kill = None if parts.worker_group is None else parts.worker_group.kill
         self._engine_loop = EngineLoop(parts.engine, parts.threads, kill, parts.inbox)
@@ -170,6 +173,43 @@ class EngineClientBase:
         self._engine_loop.refuse_fork()
         parsed = parse_prompt(prompt, self.tokenizer)
         return explain_prompt(self._manager, parsed, self.tokenizer, self._offloader)
+
+    @property
+    def weights_version(self) -> int:
+        """The number of updates of the weights so far."""
+        return self._engine.weights_version
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True if the weights or the KV pool are not in memory."""
+        return bool(self._engine.asleep)
+
+    def _update_weights(self, weights: NewWeights, mode: object) -> Outcome:
+        """Stage new weights; the outcome is that of putting them in place."""
+        self._engine_loop.check()
+        return self._weights.update(weights, checked_mode(mode), self._send_change)
+
+    def _sleep(self, level: object, mode: object) -> Outcome:
+        self._engine_loop.check()
+        if level not in ASLEEP or isinstance(level, bool):
+            raise InvalidRequestError(f"level={shown(level)}: it must be 1 or 2")
+        own = checked_mode(mode, but=("keep",))
+        return self._weights.sleep(level, own, self._send_change)
+
+    def _wake_up(self, tags: Sequence[str] | None, weights: NewWeights | None) -> Outcome:
+        self._engine_loop.check()
+        known = ASLEEP[2]
+        wanted = known if tags is None else frozenset(tags)
+        if not wanted <= known or isinstance(tags, str):
+            raise InvalidRequestError(f"tags={shown(tags)}: give some of {sorted(known)}")
+        return self._weights.wake_up(wanted, weights, self._send_change)
+
+    def _reset_prefix_cache(self) -> Outcome:
+        self._engine_loop.check()
+        return self._weights.reset_prefix_cache(self._send_change)
+
+    def _send_change(self, change: Change) -> None:
+        self._engine_loop.enqueue(partial(self._engine.change, change))
 
     def observe(self, observer: EngineObserver) -> None:
         """Call `observer` for every request and step from now on, in the engine's thread."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
+from pyengine.engine.changes import Change, Changes, has_begun
 from pyengine.engine.deadlines import Deadlines
 from pyengine.engine.input_processor import refuse_taken
 from pyengine.engine.output_processor import OutputProcessor, lost_grammars
@@ -12,7 +13,13 @@ from pyengine.engine.parts import EnginePart, EngineParts
 from pyengine.engine.recovery import StepRecovery
 from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepResult, view_of
 from pyengine.engine.step_rows import RecentRows, StepRows, SubmittedStep
-from pyengine.errors import BrokenLogitsError, EngineDeadError, StructuredOutputError
+from pyengine.errors import (
+    BrokenLogitsError,
+    EngineAsleepError,
+    EngineClosedError,
+    EngineDeadError,
+    StructuredOutputError,
+)
 from pyengine.executor.executor import Executor, ModelStep
 from pyengine.executor.states import StateSlots
 from pyengine.kv_cache import BlockManager
@@ -48,6 +55,11 @@ class Engine:
         self._output = OutputProcessor(reads_each_token=self._parts.read_each_token)
         self._queue: deque[SubmittedStep] = deque()
         """Running steps: at most two, the older one first."""
+        self._changes = Changes()
+        self.weights_version = 0
+        """The number of changes of the weights so far."""
+        self.asleep: frozenset[str] = frozenset()
+        """What is not in memory: "weights", "kv_cache"; no step runs then."""
         self.recovery = StepRecovery(scheduler)
         self._observers: list[EngineObserver] = []
         self.num_new_tokens = 0
@@ -58,8 +70,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if any request is unfinished."""
-        return bool(self._requests)
+        """True if a step can run, or a change can be made."""
+        return bool(self._changes or (self._requests and not self.asleep))
 
     @property
     def is_running(self) -> bool:
@@ -86,6 +98,12 @@ class Engine:
             return
         if request.request_id in self._requests:
             refuse_taken([request], self._requests)
+        if self.asleep:
+            raise EngineAsleepError(
+                f"the engine sleeps, without {' and '.join(sorted(self.asleep))}: wake it up first"
+            )
+        for sequence in request.sequences:
+            sequence.output.weights_versions = ((0, self.weights_version),)
         try:
             self._requests[request.request_id] = request
             self._output.begin(request)
@@ -99,6 +117,54 @@ class Engine:
         for observer in self._observers:
             observer.on_arrival(request)
 
+    def change(self, change: Change) -> None:
+        """Make a change before the next step, or, as its mode says, before a later one."""
+        self._changes.add(change)
+        self._make_changes()
+
+    def _make_changes(self) -> None:
+        """Make the changes that wait for no step and no sequence."""
+        while self._changes and not self._queue and not self._is_stepping:
+            if self._changes.held(self._requests.values()) is not None:
+                return
+            if not all([part.is_ready_for_change() for part in self._parts.all]):
+                return
+            change = self._changes.take()
+            self._output.flush()
+            begun = [request for request in self._requests.values() if has_begun(request)]
+            before = self.weights_version
+            try:
+                self.weights_version = change.apply()
+            except Exception as error:  # of the change alone
+                change.outcome.put(error)
+                continue
+            self._rows.forget()
+            if change.mode == "abort":
+                self.abort(begun, stop_reason="weights_changed")
+            elif change.mode == "recompute":
+                self.recompute_all()
+            if self.weights_version != before:
+                for request in self._requests.values():
+                    self._note_version(request)
+            change.outcome.put(self.weights_version)
+
+    def recompute_all(self) -> None:
+        """Let all running sequences wait, to compute their KV again. No step is open."""
+        self._scheduler.recompute_all()
+
+    def drop_kept(self) -> None:
+        """Release what is kept of KV that is of no use any more."""
+        self._scheduler.drop_kept()
+        for part in self._parts.all:
+            part.kv_dropped()
+
+    def _note_version(self, request: Request) -> None:
+        """The next tokens of a request are by the current version of the weights."""
+        for sequence in request.unfinished:
+            output, count = sequence.output, len(sequence.token_ids)
+            earlier = output.weights_versions if has_begun(request) else ()
+            output.weights_versions = (*earlier, (count, self.weights_version))
+
     def step(self) -> StepResult:
         """Run one step: schedule and submit, wait and commit, emit.
 
@@ -111,6 +177,7 @@ class Engine:
         """
         if self.death:
             raise EngineDeadError(self.death)
+        self._make_changes()
         self._is_stepping = True
         try:
             self._waits_for_blocks = False
@@ -134,11 +201,19 @@ class Engine:
             self.abort([request], stop_reason="deadline")
         before = self._queue[-1].step if self._queue else None
         held: Collection[SequenceState] = ()
+        if self.asleep:
+            return None
+        if self._changes:
+            waiting = self._changes.held(self._requests.values())
+            if waiting is None:
+                self._waits_for_blocks = before is None  # else the change would have been made
+                return None
+            held = waiting
         suspects = self.recovery.faults.suspects
         if suspects:
             if before is not None:  # one step at a time during the search
                 return None
-            held = self.recovery.held(self._requests.values())
+            held = [*held, *self.recovery.held(self._requests.values())]
         for part in self._parts.before_plan:
             part.before_plan(self._scheduler, before)
         try:
@@ -353,6 +428,7 @@ class Engine:
 
     def close(self, timeout: float) -> None:
         """End the parts' threads, within `timeout` seconds."""
+        self._changes.fail(EngineClosedError("the engine was closed before the change"))
         for part in self._parts.all:
             part.close(timeout)
 

@@ -18,7 +18,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic, sleep, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyengine.engine.parts import EnginePart
 from pyengine.engine.step_rows import SubmittedStep
@@ -184,6 +184,14 @@ class _Load:
     is_abandoned: bool = False
 
 
+class _Keys(NamedTuple):
+    """What entries of a store are found by, for one version of the weights."""
+
+    version: int
+    fingerprints: tuple[bytes, ...]
+    state: tuple[bytes, int] | None
+
+
 class KVOffloader(EnginePart):
     """Stores the KV of sequences, and restores it for requests that wait.
 
@@ -208,11 +216,10 @@ class KVOffloader(EnginePart):
     ) -> None:
         """`enqueue` has the engine's thread call something between two steps."""
         self._store, self._memory, self._manager = store, memory, manager
-        self._fingerprints = tuple(fingerprints)
+        self._keys = _Keys(manager.weights_version, tuple(fingerprints), state)
         self._windows = manager.groups
         self._bytes = [memory.block_bytes(group) for group in range(len(self._windows))]
         """Of a block of tokens, by layer group."""
-        self._state = state
         self._snapshot_bytes = 0
         if state is not None:
             self._snapshot_bytes = state[1] * memory.block_bytes(len(self._windows))
@@ -264,6 +271,30 @@ class KVOffloader(EnginePart):
     def frees_blocks(self) -> bool:
         """See `EnginePart.frees_blocks`: also if it has freed some since the step was planned."""
         return self.is_busy or self.num_pins != self._num_pins_before
+
+    def is_ready_for_change(self) -> bool:
+        """See `EnginePart.is_ready_for_change`: once loads have ended and no block is stored."""
+        for load in self._open:
+            load.is_abandoned = True  # the thread that loads ends it after a piece
+        self.finish_loads()
+        return not self._open and self.num_pins % 2 == 0
+
+    def kv_dropped(self) -> None:
+        """Look stored prefixes up again."""
+        self._lookups.clear()
+        self._behind.clear()
+
+    def rekey(self, fingerprints: Sequence[bytes], of_state: bytes | None) -> None:
+        """Load and store the KV of other weights from now on."""
+        state = self._state
+        if state is not None and of_state is not None:
+            state = (of_state, state[1])
+        self._keys = _Keys(self._manager.weights_version, tuple(fingerprints), state)
+
+    @property
+    def _state(self) -> tuple[bytes, int] | None:
+        """The fingerprint of snapshots and the blocks of one; None: the model has no states."""
+        return self._keys.state
 
     def before_plan(self, scheduler: Scheduler, previous: ScheduledStep | None) -> None:
         """Start loads for the first waiting sequences, and end late ones."""
@@ -421,14 +452,17 @@ class KVOffloader(EnginePart):
         num_bytes = sum([own * count for own, count in zip(self._bytes, counts, strict=True)])
         return end, num_bytes + self._snapshot_bytes
 
-    def _prefix(self, tokens: "Sequence[int]", namespace: bytes) -> StoredPrefix:
+    def _prefix(
+        self, tokens: "Sequence[int]", namespace: bytes, keys: "_Keys | None" = None
+    ) -> StoredPrefix:
+        keys = keys or self._keys
         return self._store.prefix(
             tokens,
             self._manager.block_size,
-            fingerprints=self._fingerprints,
+            fingerprints=keys.fingerprints,
             namespace=namespace,
             windows=self._windows,
-            state=self._state,
+            state=keys.state,
         )
 
     def is_stored_by_another_model(self, tokens: "Sequence[int]", namespace: bytes) -> bool:
@@ -439,7 +473,7 @@ class KVOffloader(EnginePart):
         size = self._manager.block_size
         with suppress(StoreError):  # it is closed
             stored = {fingerprint for fingerprint, *_ in self._store.fingerprints()}
-            others = stored.difference(self._fingerprints, (self._state or ())[:1])
+            others = stored.difference(self._keys.fingerprints, (self._state or ())[:1])
             for other in islice(sorted(others), _MAX_OTHER_MODELS):
                 prefix = self._store.prefix(tokens, size, fingerprints=[other], namespace=namespace)
                 if prefix.contains(0):
@@ -543,12 +577,15 @@ class KVOffloader(EnginePart):
         """Store the cached blocks of a prefix that the store lacks."""
         self.num_pins += 1
         try:
-            prefix = self._prefix(tokens, namespace)
+            keys = self._keys
+            prefix = self._prefix(tokens, namespace, keys)
             ends = [len(tokens)]
             if self._state is not None:
                 ends = self._manager.snapshot_positions(tokens, namespace=namespace)
             for end in ends:
                 with self._manager.match_prefix(tokens[:end], namespace=namespace) as pin:
+                    if self._manager.weights_version != keys.version:  # it has other blocks
+                        return
                     if self._state is None or pin.num_state_tokens == end:
                         self._put(prefix, prefix.missing(pin.indexed_blocks))
         finally:

@@ -52,6 +52,13 @@ class EnginePart:
         May be called again for a sequence that has released them.
         """
 
+    def is_ready_for_change(self) -> bool:
+        """True if this part moves no KV, so that weights or the pool may change."""
+        return True
+
+    def kv_dropped(self) -> None:
+        """No KV that was computed before is valid from now on."""
+
     def idle(self) -> float | None:
         """No request is left. Returns the seconds after which to call this again; None: never."""
         return None

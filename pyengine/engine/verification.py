@@ -128,6 +128,10 @@ class HitVerifier(EnginePart):
         further = self._verification_of(request)
         return () if further is None else (further,)
 
+    def kv_dropped(self) -> None:
+        """Judge no verification that has begun."""
+        self._running.clear()
+
     def finished(self, sequences: Sequence[SequenceState]) -> None:
         """Forget verifications that have ended."""
         for sequence in sequences:

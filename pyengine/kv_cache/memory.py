@@ -50,6 +50,26 @@ def populate(address: int, num_bytes: int) -> bool:
     return bool(madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice) == 0)
 
 
+def give_back(address: int, num_bytes: int) -> None:
+    """Give the whole pages of `num_bytes` bytes at `address` back to the system.
+
+    They are zeros then. Only for anonymous private memory. Elsewhere than on Linux nothing is done.
+    """
+    if sys.platform != "linux":
+        return
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def give_back_freed_memory() -> None:
+    """Give memory that is free in the C library's heap back to the system."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _host_memory(meminfo: Path) -> int:
     """`MemAvailable` of Linux in bytes; elsewhere the physical memory."""
     try:

@@ -184,6 +184,12 @@ class KVPool:
         self._pieces = _in_pieces(self._memory.arrays)
         self._next_piece = next(self._pieces, None)
 
+    def give_back(self) -> None:
+        """Give the memory of all blocks and states back to the system; they are zeros then."""
+        self._memory.give_back()
+        if self.snapshots is not None:
+            self.snapshots.states.give_back()
+
     @property
     def arrays(self) -> list[tuple[Rows, Rows]]:
         """Keys and values of each layer in the host's memory; for the CPU."""

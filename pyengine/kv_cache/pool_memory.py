@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.kv_cache.memory import give_back
 from pyengine.utils.device_arrays import concatenated, on_host, zeros
 from pyengine.utils.devices import CPU, Device, for_torch
 from pyengine.utils.dtypes import STORED, DType, Rows, itemsize, torch_dtype
@@ -111,6 +112,12 @@ class PoolMemory:
                     rows[written] = rows.take(read, axis=0)
                 else:
                     rows.index_copy_(0, written, rows.index_select(0, read))
+
+    def give_back(self) -> None:
+        """Give the pages back to the system, on the CPU; the tensors are zeros then."""
+        for rows in self._rows:
+            if isinstance(rows, np.ndarray):
+                give_back(rows.ctypes.data, rows.nbytes)
 
     @property
     def block_bytes(self) -> int:

@@ -123,6 +123,10 @@ class StatePool:
         """The tensors of each layer, for torch; on the CPU over the memory of `layers`."""
         return self._by_layer(self._memory.tensors)
 
+    def give_back(self) -> None:
+        """Give the memory back to the system."""
+        self._memory.give_back()
+
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy states of all layers, (source, destination): all are read before any is written."""
         if copies and self.specs:

@@ -28,6 +28,7 @@ from pyengine.models.decoder.loading import (
 )
 from pyengine.models.decoder.model import DecoderModel, attending_layers
 from pyengine.models.decoder.ranks import divided, rank_of
+from pyengine.models.decoder.update import WeightSource
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.loaded import LoadedModel
@@ -237,10 +238,12 @@ def _load(
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(ops, kernels, source.name)
         texts = reading.result()
+    refusal = _no_new_weights(source, kernels, device, shards)
+    weight_source = WeightSource(opened, ops, mtp is not None, refusal)
     # A rank's part of a quantised weight is floats.
     formats = opened.formats if ops.keeps_formats and shards == 1 else ""
     return LoadedModel(
-        model=DecoderModel(decoder, device, mtp),
+        model=DecoderModel(decoder, device, mtp, weight_source),
         layers=attending_layers(spec, with_mtp_layers=mtp is not None),
         states=tuple(spec.state_specs),
         tokenizer=texts.tokenizer,
@@ -264,6 +267,19 @@ def _load(
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
     )
+
+
+def _no_new_weights(
+    source: ModelSource, kernels: KernelSettings, device: Device, shards: int
+) -> str:
+    """Why a model's weights cannot be replaced; empty: they can."""
+    if source.is_gguf:
+        return f"the weights of {source.name} are of a GGUF file: start with a safetensors folder"
+    if shards > 1:
+        return f"tensor_parallel_size={shards}: weights are not replaced in several processes"
+    if kernels.is_compiled and device.type == "cpu":
+        return "compile=True: the compiled model holds its weights; leave compile out"
+    return ""
 
 
 class _Texts(NamedTuple):

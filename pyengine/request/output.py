@@ -49,7 +49,7 @@ class SequenceOutput:
     __slots__ = (
         *("_cumulative", "_detokenizer", "_drops_last", "_index", "_is_end_emitted", "_logprobs"),
         *("_num_decoded", "_num_taken", "finish_reason", "is_streamed", "rules", "sampling"),
-        *("stop_reason", "token_ids"),
+        *("stop_reason", "token_ids", "weights_versions"),
     )
 
     def __init__(self, rules: OutputRules, index: int, sampling: SamplingState) -> None:
@@ -66,6 +66,8 @@ class SequenceOutput:
         """
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+        """See `CompletionOutput`."""
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -167,4 +169,5 @@ class SequenceOutput:
             logprobs=self._logprobs[first:] if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            weights_versions=self.weights_versions,
         )

@@ -43,6 +43,14 @@ class PromptLogprobCache:
         self._blocks: OrderedDict[bytes, _Entries] = OrderedDict()
         self.pending: dict[bytes, PromptLogprobs] = {}
         """Blocks that a running request computes, by hash: others wait for them."""
+        self.generation = 0
+        """The number of times that it was cleared."""
+
+    def clear(self) -> None:
+        """Forget all entries, and take none of the prompts that are computed now."""
+        self._blocks.clear()
+        self.pending.clear()
+        self.generation += 1
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -82,7 +90,7 @@ class PromptLogprobs:
 
     def __init__(self, cache: PromptLogprobCache, prompt: Prompt, top: int) -> None:
         """`top` is the number of most probable tokens to report; the cache has one."""
-        self._cache = cache
+        self._cache, self._generation = cache, cache.generation
         self._prompt = prompt
         self._top = top
         self._hashes = _hashes(prompt, cache.block_size)
@@ -154,6 +162,8 @@ class PromptLogprobs:
             (item.logprob, item.rank, item.top_ids[0], item.top_logprobs[0]) for item in new
         ]
         self._num_known = end
+        if self._generation != self._cache.generation:
+            return
         is_whole = end == len(self._entries)
         for block in range(begin // size, len(self._hashes) if is_whole else end // size):
             self._cache.put(self._hashes[block], self._entries[block * size : (block + 1) * size])

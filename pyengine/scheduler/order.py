@@ -142,6 +142,14 @@ class PrefixOrder:
             pin.release()
         return length
 
+    def drop_all(self) -> None:
+        """Release all pins: what they match is no longer valid."""
+        for sequence in list(self._pinned):
+            self._unpin(sequence)
+        for waiting in self._sequences.values():
+            waiting.prefix_length = None
+        self.has_changed = True
+
     def give_way(self, needed: int) -> bool:
         """Release pins, last in the queue first, until this many blocks are available.
 

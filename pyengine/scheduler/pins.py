@@ -117,6 +117,13 @@ class PinTable:
             self.ends = [entry for entry in self.ends if not entry[2].pin.is_released]
             heapify(self.ends)
 
+    def release_all(self) -> None:
+        """End all pins, and drop all prefixes with a priority."""
+        for kept in [*self._pinned.values()]:
+            self.release(kept)
+        while self._by_priority:
+            self._drop_lowest(next(iter(self._by_priority)))
+
     def expire(self) -> float | None:
         """End the pins whose time is over; return the seconds to the next end, None without one."""
         now = monotonic()

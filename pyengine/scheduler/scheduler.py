@@ -743,6 +743,18 @@ class Scheduler:
         sequence.num_computed = 0
         self._put_back(sequence)
 
+    def recompute_all(self) -> None:
+        """Let all running sequences wait, without their blocks. No step is open."""
+        for sequence in self.running:
+            sequence.request.progress.num_preemptions += 1
+            self._recompute(sequence)
+
+    def drop_kept(self) -> None:
+        """Release the prefixes that are kept for callers and for waiting sequences."""
+        self.pins.release_all()
+        if self._order is not None:
+            self._order.drop_all()
+
     def _put_back(self, sequence: SequenceState) -> None:
         sequence.is_running = self._is_steady = False
         if self.states is not None:

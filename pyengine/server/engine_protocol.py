@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from fastapi import APIRouter
 
@@ -99,6 +99,23 @@ class EngineClient(Protocol):
         """See `AsyncEngine`."""
 
     def check_health(self) -> None:
+        """See `AsyncEngine`."""
+
+
+@runtime_checkable
+class ChangeableEngine(Protocol):
+    """An engine whose weights can change, and that can sleep. `AsyncEngine` documents it."""
+
+    weights_version: int
+    is_sleeping: bool
+
+    async def update_weights(self, weights: str, *, mode: Any) -> int:
+        """See `AsyncEngine`."""
+
+    async def sleep(self, level: int, *, mode: Any) -> None:
+        """See `AsyncEngine`."""
+
+    async def wake_up(self, tags: Sequence[str] | None, *, weights: str | None) -> None:
         """See `AsyncEngine`."""
 
 

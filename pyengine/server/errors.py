@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from pyengine.errors import (
     ContextLengthError,
+    EngineAsleepError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -23,6 +24,7 @@ from pyengine.errors import (
     ReplicaLostError,
     StructuredOutputError,
     TenantQueueFullError,
+    WeightUpdateError,
 )
 from pyengine.server.schemas.fields import CHAT, COMPLETIONS, OTHER_NAMES, Effect, rules_of
 from pyengine.server.schemas.responses import ErrorInfo, ErrorResponse
@@ -38,6 +40,7 @@ _TYPES = {
     503: "overloaded_error",
 }
 _RETRYABLE: Mapping[type[PyEngineError], tuple[str, int | None]] = {
+    EngineAsleepError: ("asleep", 10),
     EngineClosedError: ("draining", 10),
     EngineDeadError: ("engine_dead", None),
     NoReplicaError: ("no_replica", 5),
@@ -45,6 +48,11 @@ _RETRYABLE: Mapping[type[PyEngineError], tuple[str, int | None]] = {
     ReplicaLostError: ("replica_lost", 1),
 }
 """Errors that a client can retry: their code, and the seconds of the Retry-After header."""
+_CODES: Mapping[type[PyEngineError], str] = {
+    StructuredOutputError: "structured_output_failed",
+    WeightUpdateError: "weights_refused",
+}
+"""Errors of status 400 that are no one field's."""
 _LONGEST_PATH = 200
 """Characters of a field name that an error message repeats."""
 _PROMPT_FORMS = "send text, token ids, or a list of at most 1,024 of either; none may be empty"
@@ -105,8 +113,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(400, str(error))
-        case StructuredOutputError():
-            return ApiError(400, str(error), code="structured_output_failed")
+        case WeightUpdateError() | StructuredOutputError():
+            return ApiError(400, str(error), code=_CODES[type(error)])
         case TenantQueueFullError():
             return ApiError(429, str(error), code="too_many_requests", retry_after=1)
         case PyEngineError() if type(error) in _RETRYABLE:

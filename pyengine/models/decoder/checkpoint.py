@@ -6,13 +6,14 @@ array. Layout: https://github.com/huggingface/safetensors#format
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -204,6 +205,16 @@ class Tensors:
         if not any(name.startswith(base) for name in self._tensors):
             self._tensors = {base + name: tensor for name, tensor in self._tensors.items()}
         return self
+
+    def __iter__(self) -> Iterator[StoredTensor]:
+        """All tensors."""
+        return iter(self._tensors.values())
+
+    def with_others(self, others: Mapping[str, StoredTensor]) -> Self:
+        """The same tensors, but these in place of those of the same names, or beside them."""
+        changed = copy(self)
+        changed._tensors, changed._taken = {**self._tensors, **others}, set()
+        return changed
 
     def has(self, name: str) -> bool:
         """True if the files have a tensor of this name."""

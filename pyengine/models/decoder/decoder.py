@@ -4,7 +4,7 @@ A token's way through it: `Decoder.__call__` looks its vector up, each `DecoderL
 results of attention and of the feed-forward part to it, and the head maps some rows to logits.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyengine.models.decoder.kernels import Rows, Step, Table, TableUse
@@ -102,15 +102,42 @@ def table_of(
     return DividedTable(name, weights, vocabulary, hidden, use)
 
 
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """What a new decoder shares with a `decoder` of the same spec and kernels.
+
+    `layers` are the numbers of layers; with `outside`, what is outside of them, too.
+    """
+
+    decoder: "Decoder"
+    layers: frozenset[int]
+    outside: bool
+
+
 class Decoder:
     """A causal language model over a paged KV cache, or one rank's part of it.
 
-    Building one reads all of its weights, layer by layer.
+    Building one reads all of its weights, layer by layer, but not those that are `unchanged`.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: Weights) -> None:
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, unchanged: "Unchanged | None" = None
+    ) -> None:
         self.spec = spec
         self.kernels, self.rank = weights.kernels, weights.rank
+        if unchanged is not None and unchanged.outside:
+            self._take_outside(unchanged.decoder)
+        else:
+            self._read_outside(spec, weights)
+        self._layers = _layers(spec, weights, unchanged)
+        self._residual_scale = spec.layers[-1].residual_scale
+        # In the order of layers: a compiled graph is found in torch's cache by its text.
+        mixers = (layer.attention for layer in spec.layers)
+        rotaries = [mixer.rotary for mixer in mixers if mixer is not None]
+        self._rotaries = [rotary for rotary in dict.fromkeys(rotaries) if rotary is not None]
+
+    def _read_outside(self, spec: DecoderSpec, weights: Weights) -> None:
+        """Read what is outside of layers."""
         hidden, vocabulary = spec.hidden_size, spec.vocab_size
         # A head in the file is used, whatever the configuration says.
         is_tied = spec.is_tied and not weights.differs("head", "embedding", vocabulary, hidden)
@@ -122,16 +149,15 @@ class Decoder:
                 "positions", spec.learned_positions, hidden, use="lookup"
             )
         self._token_inputs = TokenInputs(spec, weights) if spec.token_input else None
-        self._layers = _layers(spec, weights)
         self._norm = weights.norm("norm", spec.norm, hidden)
         self._head = self._embedding
         if not is_tied:
             self._head = table_of("head", weights, vocabulary, hidden, "product")
-        self._residual_scale = spec.layers[-1].residual_scale
-        # In the order of layers: a compiled graph is found in torch's cache by its text.
-        mixers = (layer.attention for layer in spec.layers)
-        rotaries = [mixer.rotary for mixer in mixers if mixer is not None]
-        self._rotaries = [rotary for rotary in dict.fromkeys(rotaries) if rotary is not None]
+
+    def _take_outside(self, other: "Decoder") -> None:
+        """Share what is outside of layers with another decoder."""
+        self._embedding, self._head, self._norm = other._embedding, other._head, other._norm
+        self._positions, self._token_inputs = other._positions, other._token_inputs
 
     def __call__(
         self,
@@ -213,12 +239,15 @@ class TokenInputs:
         return kernels.scaled(kernels.added(normed, looked_up.reshape(shape)), 0.5**0.5)
 
 
-def _layers(spec: DecoderSpec, weights: Weights) -> list[DecoderLayer]:
+def _layers(spec: DecoderSpec, weights: Weights, unchanged: Unchanged | None) -> list[DecoderLayer]:
     """The layers of a decoder; those that share keys and values have the cache of their source."""
     caches = {number: cache for cache, number in enumerate(spec.cached)}
     states = {number: state for state, number in enumerate(spec.recurrent)}
     layers = []
     for number, layer in enumerate(spec.layers):
+        if unchanged is not None and number in unchanged.layers:
+            layers.append(unchanged.decoder._layers[number])
+            continue
         shares = None if layer.attention is None else layer.attention.shares
         cache = caches.get(number if shares is None else shares)
         own = weights.of_layer(number)

@@ -32,6 +32,8 @@ class DummyTensors(Tensors):
 
     def take(self, name: str, *shapes: tuple[int, ...]) -> StoredTensor:
         """See `Tensors.take`; no tensor is missing."""
+        if self.has(name):  # by an update
+            return super().take(name, *shapes)
         self.shapes[name] = shapes[0]
         return DummyStored(Path(), name, self._format, shapes[0], 0)
 

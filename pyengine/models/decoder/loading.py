@@ -8,7 +8,7 @@ from typing import Any
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
-from pyengine.models.decoder.decoder import Decoder
+from pyengine.models.decoder.decoder import Decoder, Unchanged
 from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, TABLE, Family
 from pyengine.models.decoder.kernels import Kernels
 from pyengine.models.decoder.mtp import MTPLayers
@@ -100,13 +100,17 @@ class OpenedModel:
     weights: Weights
     formats: str = ""
 
-    def decoder(self, kernels: Kernels, rank: Rank = WHOLE) -> Decoder:
+    def decoder(
+        self, kernels: Kernels, rank: Rank = WHOLE, unchanged: Unchanged | None = None
+    ) -> Decoder:
         """The decoder, laid out by `kernels`, or the part of a `rank` of it.
 
-        One tensor of a file is read at a time; a rank reads its part. Raises `ModelLoadError` for
-        weights that are not finite, and `ConfigurationError` if the ranks cannot divide the model.
+        What is `unchanged` is not read. One tensor of a file is read at a time; a rank reads its
+        part. Raises `ModelLoadError` for weights that are not finite, and `ConfigurationError` if
+        the ranks cannot divide the model.
         """
-        return Decoder(divided(self.spec, rank.size), self.weights.with_kernels(kernels, rank))
+        weights = self.weights.with_kernels(kernels, rank)
+        return Decoder(divided(self.spec, rank.size), weights, unchanged)
 
     def mtp_layers(self, decoder: Decoder) -> MTPLayers:
         """The layers for multi-token prediction, for a model that was opened with them.

@@ -1,5 +1,7 @@
 """A decoder of ours as the runner calls it."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,11 +11,13 @@ from pyengine.attention.context import PagedContext
 from pyengine.attention.cpu import CpuMetadata
 from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
+from pyengine.errors import WeightUpdateError
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer
+from pyengine.models.decoder.update import NamedTensors, StagedWeights, WeightSource, copy_into
 from pyengine.utils.devices import Device
 from pyengine.utils.tensors import array_of, tensor_of
 
@@ -25,9 +29,15 @@ class DecoderModel:
     """See `Model`. Its MTP layers, if they were loaded, go with it: see `MTPModel`."""
 
     def __init__(
-        self, decoder: Decoder, device: Device, mtp_layers: MTPLayers | None = None
+        self,
+        decoder: Decoder,
+        device: Device,
+        mtp_layers: MTPLayers | None = None,
+        source: WeightSource | None = None,
     ) -> None:
+        """Without a `source` the weights cannot be replaced."""
         self._decoder, self.device, self._mtp_layers = decoder, device, mtp_layers
+        self._source = source
         self.name = decoder.spec.family
         self.origin = f"pyengine ({decoder.spec.family})"
         self.settings = repr(decoder.spec)
@@ -42,6 +52,38 @@ class DecoderModel:
             return self._decoder(ids, positions, rows, self._adapted(paged), states)
         own = array_of(ids), array_of(positions), array_of(rows)
         return tensor_of(self._decoder(*own, self._adapted(paged), states))
+
+    def stage(
+        self, weights: "NamedTensors | str | Path", *, with_digests: bool = False
+    ) -> StagedWeights:
+        """See `ReplaceableModel.stage`."""
+        if self._source is None:
+            raise WeightUpdateError("the weights of this model cannot be replaced")
+        return self._source.staged(weights, self._decoder, with_digests=with_digests)
+
+    def reread(self) -> StagedWeights:
+        """The weights once more, from their files.
+
+        Raises `WeightUpdateError` if no file has some of them.
+        """
+        assert self._source is not None
+        return self._source.reread()
+
+    def drop(self) -> None:
+        """Drop the weights: no step may run before others replace them."""
+        self._decoder = self._mtp_layers = None  # type: ignore[assignment]
+
+    def replace(self, staged: StagedWeights) -> None:
+        """See `ReplaceableModel.replace`."""
+        assert self._source is not None
+        if self.takes_arrays:
+            self._decoder, self._mtp_layers = staged.decoder, staged.mtp_layers
+        else:
+            copy_into(self._decoder, staged.decoder)
+            if self._mtp_layers is not None and staged.mtp_layers is not None:
+                copy_into(self._mtp_layers, staged.mtp_layers)
+        self._source = replace(self._source, opened=staged.opened)
+        staged.release()
 
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""

@@ -68,6 +68,16 @@ class Weights:
         """The same weights for another kernel set, of one rank."""
         return replace(self, kernels=kernels, rank=rank)
 
+    @property
+    def tensors(self) -> Tensors:
+        """All tensors of the model."""
+        return self._tensors
+
+    @property
+    def names(self) -> Names:
+        """Their names, by those that layers ask for."""
+        return self._names
+
     def has(self, name: str) -> bool:
         """True if the file has it."""
         prefix, options = self._names.of(name, self.layer)
