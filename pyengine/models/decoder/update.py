@@ -293,30 +293,28 @@ def copy_into(old: Any, new: Any) -> None:
     Addresses stay: graphs that were captured with it compute with the new numbers. Raises
     `WeightUpdateError` before any is changed if the two are not of the same tensors.
     """
-    pairs: list[tuple[Any, Any]] = []
-    _pair(old, new, pairs, {})
-    for before, after in pairs:
+    targets: dict[Any, Any] = {}
+    _pair(old, new, targets, set())
+    for before, after in targets.items():
         before.copy_(after)
 
 
-def _pair(old: Any, new: Any, pairs: list[tuple[Any, Any]], seen: dict[int, Any]) -> None:
-    """Add the tensors of two objects of the same structure to `pairs`."""
+def _pair(old: Any, new: Any, targets: dict[Any, Any], seen: set[tuple[int, int]]) -> None:
+    """Find the new tensor for each old one, in two objects of the same structure."""
     import torch
 
-    if old is new:
+    if old is new or (id(old), id(new)) in seen:
         return
-    if type(old) is not type(new) or (_parts(old) and seen.get(id(old), new) is not new):
+    seen.add((id(old), id(new)))
+    if type(old) is not type(new):
         raise _other_structure(old, new)
-    if id(old) in seen:
-        return
-    seen[id(old)] = new
     if isinstance(old, torch.Tensor):
-        if old.shape != new.shape or old.dtype != new.dtype:
+        is_same = old.shape == new.shape and old.dtype == new.dtype
+        if not is_same or targets.setdefault(old, new) is not new:
             raise _other_structure(old, new)
-        pairs.append((old, new))
         return
     for before, after in zip(_parts(old), _parts(new), strict=True):
-        _pair(before, after, pairs, seen)
+        _pair(before, after, targets, seen)
 
 
 def _other_structure(old: Any, new: Any) -> WeightUpdateError:
