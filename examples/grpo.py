@@ -1,0 +1,129 @@
+"""Reinforcement learning with a reward: rollouts by pyengine, which gets the new weights each step.
+
+Group relative policy optimisation (GRPO, arXiv:2402.03300) of a small model that learns to answer
+sums with the number alone::
+
+    python examples/grpo.py SmolLM2-135M-Instruct   # a folder with safetensors
+
+For each question a group of answers is drawn. An answer's advantage is its reward, relative to the
+others of its group. The trainer raises the probability of answers that are better than the rest.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from random import Random
+from statistics import mean
+from time import monotonic
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pyengine import LLM, SamplingParams
+
+QUESTIONS, ANSWERS, MAX_TOKENS = 8, 16, 24
+TRAINED = 6
+"""Of each group, the answers with the highest and the lowest rewards (arXiv:2504.13818)."""
+
+
+class Rollout(NamedTuple):
+    """A drawn answer."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    """By the engine that drew it."""
+    reward: float
+
+
+def reward(text: str, expected: int) -> float:
+    """1 for the number alone, less if it is among other words."""
+    if text.strip().rstrip(".") == str(expected):
+        return 1.0
+    numbers = re.findall(r"\d+", text)
+    return 0.2 * (bool(numbers) and numbers[-1] == str(expected))
+
+
+def questions(random: Random) -> list[tuple[str, int]]:
+    """Sums and their results."""
+    pairs = [(random.randint(1, 9), random.randint(1, 9)) for _ in range(QUESTIONS)]
+    return [(f"What is {first} + {second}?", first + second) for first, second in pairs]
+
+
+def rollouts(llm: LLM, asked: Sequence[tuple[str, int]], seed: int) -> list[list[Rollout]]:
+    """A group of answers to each question, by the engine."""
+    params = SamplingParams(n=ANSWERS, max_tokens=MAX_TOKENS, logprobs=0, seed=seed)
+    chats = [[{"role": "user", "content": question}] for question, _ in asked]
+    groups = []
+    for output, (_, expected) in zip(llm.chat(chats, params, use_tqdm=False), asked, strict=True):
+        group = []
+        for answer in output.outputs:
+            assert answer.logprobs is not None
+            pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+            logprobs = [entries[token].logprob for entries, token in pairs]
+            got = reward(answer.text, expected)
+            group.append(Rollout(output.prompt_token_ids, answer.token_ids, logprobs, got))
+        groups.append(group)
+    return groups
+
+
+def advantages(group: Sequence[Rollout]) -> list[tuple[Rollout, float]]:
+    """The answers of a group that are trained on, with their advantages."""
+    rewards = torch.tensor([rollout.reward for rollout in group])
+    relative = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+    pairs = sorted(zip(group, relative, strict=True), key=lambda pair: pair[1])
+    return [] if rewards.std() == 0 else pairs[: TRAINED // 2] + pairs[-TRAINED // 2 :]
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: list[tuple[Rollout, float]]) -> float:
+    """One step of the policy gradient; the mean difference of both sides' log-probabilities."""
+    longest = max(len(rollout.prompt) + len(rollout.tokens) for rollout, _ in chosen)
+    ids = torch.zeros(len(chosen), longest, dtype=torch.long)
+    weights, drawn = torch.zeros(len(chosen), longest), torch.zeros(len(chosen), longest)
+    for row, (rollout, advantage) in enumerate(chosen):
+        begin, end = len(rollout.prompt), len(rollout.prompt) + len(rollout.tokens)
+        ids[row, :end] = torch.tensor(rollout.prompt + rollout.tokens)
+        weights[row, begin:end] = advantage
+        drawn[row, begin:end] = torch.tensor(rollout.logprobs)
+    first = min(len(rollout.prompt) for rollout, _ in chosen) - 1
+    logits = model(ids, attention_mask=(ids > 0).long(), logits_to_keep=longest - first).logits
+    following = ids[:, first + 1 :, None]
+    logprobs = logits[:, :-1].float().log_softmax(-1).gather(2, following)[:, :, 0]
+    weights, drawn = weights[:, first + 1 :], drawn[:, first + 1 :]
+    # The engine's arithmetic is not the trainer's: the ratio corrects for it, up to a limit.
+    ratio = (logprobs.detach() - drawn).exp().clamp(max=2.0)
+    is_answer = weights != 0
+    loss = -(weights * ratio * (logprobs - logprobs.detach()).exp())[is_answer].mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return float((logprobs - drawn)[is_answer].abs().mean())
+
+
+def main(folder: str, steps: int = 30) -> list[float]:
+    """Train; the mean reward of each step."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.0)
+    random, rewards = Random(0), []
+    with LLM(folder, dtype="bfloat16", max_model_len=256) as llm:
+        for step in range(steps):
+            begin = monotonic()
+            groups = rollouts(llm, questions(random), seed=step)
+            drawn = monotonic()
+            chosen = [pair for group in groups for pair in advantages(group)]
+            difference = train(model, optimizer, chosen) if chosen else 0.0
+            trained = monotonic()
+            llm.update_weights(model.named_parameters())
+            rewards.append(mean(rollout.reward for group in groups for rollout in group))
+            print(
+                f"step {step}: reward {rewards[-1]:.3f}, log-probabilities differ by "
+                f"{difference:.4f}; drawn in {drawn - begin:.1f} s, trained in "
+                f"{trained - drawn:.1f} s, updated in {monotonic() - trained:.1f} s"
+            )
+    return rewards
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
