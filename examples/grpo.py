@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from pyengine import LLM, SamplingParams
 
-QUESTIONS, ANSWERS, MAX_TOKENS = 8, 16, 24
+QUESTIONS, ANSWERS, MAX_TOKENS, RATE = 8, 16, 24, 2e-5
 TRAINED = 6
 """Of each group, the answers with the highest and the lowest rewards (arXiv:2504.13818)."""
 
@@ -76,7 +76,9 @@ def advantages(group: Sequence[Rollout]) -> list[tuple[Rollout, float]]:
     return [] if rewards.std() == 0 else pairs[: TRAINED // 2] + pairs[-TRAINED // 2 :]
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: list[tuple[Rollout, float]]) -> float:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: list[tuple[Rollout, float]]
+) -> float:
     """One step of the policy gradient; the mean difference of both sides' log-probabilities."""
     longest = max(len(rollout.prompt) + len(rollout.tokens) for rollout, _ in chosen)
     ids = torch.zeros(len(chosen), longest, dtype=torch.long)
@@ -92,20 +94,20 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, chosen: list
     logprobs = logits[:, :-1].float().log_softmax(-1).gather(2, following)[:, :, 0]
     weights, drawn = weights[:, first + 1 :], drawn[:, first + 1 :]
     # The engine's arithmetic is not the trainer's: the ratio corrects for it, up to a limit.
-    ratio = (logprobs.detach() - drawn).exp().clamp(max=2.0)
+    ratio = (logprobs.detach() - drawn).exp().clamp(max=2.0).nan_to_num(1.0)
     is_answer = weights != 0
     loss = -(weights * ratio * (logprobs - logprobs.detach()).exp())[is_answer].mean()
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float((logprobs - drawn)[is_answer].abs().mean())
+    return float((logprobs.detach() - drawn)[is_answer].abs().mean())
 
 
 def main(folder: str, steps: int = 30) -> list[float]:
     """Train; the mean reward of each step."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     random, rewards = Random(0), []
     with LLM(folder, dtype="bfloat16", max_model_len=256) as llm:
         for step in range(steps):
