@@ -128,7 +128,8 @@ class Removed:
     hash: Final[bytes]
 
 @final
-class Cleared: ...
+class Cleared:
+    weights_version: Final[int]
 
 @final
 class Lost:
@@ -426,6 +427,8 @@ class Sequence:
     num_computed_tokens: Final[int]
     num_cached_tokens: Final[int]
     num_restored_tokens: Final[int]
+    weights_version: Final[int]
+    is_private: Final[bool]
     block_table: Final[list[int]]
     block_tables: Final[list[list[int]]]
     def tokens(self) -> list[int]: ...
@@ -530,6 +533,7 @@ class BlockManager:
     block_size: Final[int]
     groups: Final[tuple[int | None, ...]]
     null_block: Final[int]
+    weights_version: Final[int]
     def sequence(
         self, tokens: _TokenIds, *, namespace: bytes | None = None, read_cache: bool = True
     ) -> Sequence: ...
@@ -550,6 +554,7 @@ class BlockManager:
     def seq_refs(self, block: int) -> int: ...
     def state(self, block: int) -> _BlockState: ...
     def snapshot(self) -> PoolSnapshot: ...
+    def advance_weights_version(self) -> int: ...
     def evict_all(self) -> int: ...
     def take_evicted(self) -> list[Evicted]: ...
     def evict(self, num_blocks: int) -> tuple[list[Evicted], Pin]: ...

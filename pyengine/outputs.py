@@ -136,7 +136,8 @@ class CacheExplanation:
     diverged_tokens: tuple[int, ...] = ()
     """The cached tokens from there to the end of their block."""
     evicted_by: str | None = None
-    """The order of eviction that evicted the block, or "evict_all", if that is remembered."""
+    """The order of eviction that evicted the block, "evict_all" or "weights_changed", if that is
+    remembered."""
     num_evicted_since: int | None = None
     """Tokens evicted since, the block included: a pool larger by about as many would hold it."""
     cached_to: int | None = None

@@ -87,6 +87,8 @@ def hint_of(explanation: CacheExplanation) -> str:
     position, since = explanation.position, explanation.num_evicted_since
     if explanation.evicted_by == "evict_all":
         return f"the tokens from {position} on were evicted by a call that evicts all"
+    if explanation.evicted_by == "weights_changed":
+        return f"other weights computed the tokens from {position} on"
     if since is not None:
         return (
             f"the tokens from {position} on were evicted ({explanation.evicted_by}); "

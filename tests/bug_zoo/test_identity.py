@@ -51,13 +51,13 @@ def test_two_adapters_of_one_name(new_pool: Callable[..., Pool]) -> None:
 def test_cached_kv_outlives_the_weights(new_pool: Callable[..., Pool]) -> None:
     pool = new_pool(8)
     for step in (b"step 1", b"step 2"):
-        # The version of the weights is part of the namespace.
-        request = pool.request(1, 2, 3, 4, 5, namespace=step, weights=step)
+        request = pool.request(1, 2, 3, 4, 5, weights=step)
         assert pool.compute(request) == [0]
         request.sequence.free()
-    assert pool.usage() == (6, 2, 0, 0, 0)
-    assert pool.manager.evict_all() == 2  # or all cached KV is dropped
-    assert pool.cached(1, 2, 3, 4, namespace=b"step 2") == 0
+        assert pool.usage() == (7, 1, 0, 0, 0)
+        pool.manager.advance_weights_version()
+        assert pool.cached(1, 2, 3, 4) == 0
+    assert pool.usage() == (8, 0, 0, 0, 0)
 
 
 @bug("ovg-project/kvcached/issues/362")

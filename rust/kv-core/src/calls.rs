@@ -118,6 +118,8 @@ calls! {
     want_snapshots WantSnapshots { sequence: u64, positions: Vec<usize> }
     /// [`BlockManager::keep_snapshot`](crate::BlockManager::keep_snapshot)
     keep_snapshot KeepSnapshot { sequence: u64 }
+    /// [`BlockManager::advance_weights_version`](crate::BlockManager::advance_weights_version)
+    advance_weights_version AdvanceWeightsVersion {}
 }
 
 /// The answer of an operation.
@@ -153,6 +155,7 @@ macro_rules! answers {
 answers! {
     (): () => Self::Done,
     usize: &number => Self::Number(number as u64),
+    u32: &number => Self::Number(number.into()),
     SeqKey: key => Self::Number(key.id),
     PlanKey: key => Self::Number(key.serial),
     Pin: pin => Self::Number(pin.num_blocks() as u64),

@@ -50,6 +50,22 @@ pub enum Error {
         pin_tokens: usize,
         sequence_tokens: usize,
     },
+    /// `attach` of a pin whose blocks earlier weights computed.
+    #[error(
+        "version {pin_version} of the weights computed this pin of {tokens} tokens, and they are at version {weights_version}; match the prefix again"
+    )]
+    OldPin {
+        tokens: usize,
+        pin_version: u32,
+        weights_version: u32,
+    },
+    /// `advance_weights_version` during a step or a transfer.
+    #[error(
+        "the weights cannot change while {plans} plan{} and {transfers} transfer{} are open; end them first",
+        plural(*plans),
+        plural(*transfers)
+    )]
+    WeightsInUse { plans: usize, transfers: usize },
     /// `fork` at more tokens than the sequence has, or at none.
     #[error("a fork keeps 1 to {sequence_tokens} tokens of this sequence, got {num_tokens}")]
     ForkLength {

@@ -47,7 +47,10 @@ pub enum Event {
         hashes: Vec<u128>,
     },
     /// No block is cached any more.
-    Cleared,
+    Cleared {
+        /// The version of the weights that compute the blocks stored from now on.
+        weights_version: u32,
+    },
     /// Events were not taken for too long and were dropped. The events after it state all cached blocks: `Cleared`,
     /// then `Stored`. A reader that applies these has the whole set again.
     Lost {
@@ -157,22 +160,25 @@ impl EventLog {
     }
 
     /// Replaces the events since `seal` by `Cleared`.
-    pub(crate) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self, weights_version: u32) {
         if self.is_lost() {
             return;
         }
         self.events.truncate(self.num_sealed);
-        self.events.push(Event::Cleared);
+        self.events.push(Event::Cleared { weights_version });
         self.num_hashes += 1;
         self.limit();
     }
 
     /// The events. After [`Event::Lost`] the caller adds all cached blocks.
-    pub(crate) fn take(&mut self) -> Vec<Event> {
+    pub(crate) fn take(&mut self, weights_version: u32) -> Vec<Event> {
         (self.num_sealed, self.num_hashes) = (0, 0);
         match std::mem::take(&mut self.num_lost) {
             0 => std::mem::take(&mut self.events),
-            num_events => vec![Event::Lost { num_events }, Event::Cleared],
+            num_events => vec![
+                Event::Lost { num_events },
+                Event::Cleared { weights_version },
+            ],
         }
     }
 }

@@ -82,6 +82,8 @@ pub enum EvictedBy {
     Policy(Eviction),
     /// A call of [`evict_all`](crate::BlockManager::evict_all).
     EvictAll,
+    /// A new version of the weights.
+    WeightsChanged,
 }
 
 /// The last evictions of each namespace, by block hash.

@@ -117,6 +117,12 @@ impl Groups {
         self.first_index_of(group, indices, 0)
     }
 
+    /// The first logical block that the token at `position` reads.
+    pub(crate) fn first_read(&self, group: usize, position: usize) -> usize {
+        let first = |window| self.index_of((position + 1).saturating_sub(window));
+        self.windows[group].map_or(0, first)
+    }
+
     /// As `first_index`, also for queries at its last `replay` positions.
     pub(crate) fn first_index_of(&self, group: usize, indices: usize, replay: usize) -> usize {
         indices.saturating_sub(self.reach(group, replay))

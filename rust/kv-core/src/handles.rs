@@ -297,6 +297,7 @@ pub struct Pin {
     blocks: PrefixBlocks,
     num_blocks: usize,
     num_tokens: usize,
+    weights_version: u32,
 }
 
 /// The blocks of a cached prefix.
@@ -328,6 +329,7 @@ impl Pin {
         serial: Option<u64>,
         blocks: PrefixBlocks,
         num_tokens: usize,
+        weights_version: u32,
     ) -> Self {
         let (table, snapshot) = (&blocks.table, &blocks.snapshot.1);
         let num_blocks = table.len() + snapshot.len();
@@ -342,6 +344,7 @@ impl Pin {
             blocks,
             num_blocks,
             num_tokens,
+            weights_version,
         }
     }
 
@@ -385,6 +388,11 @@ impl Pin {
     /// Tokens covered: a multiple of the block size.
     pub fn num_tokens(&self) -> usize {
         self.num_tokens
+    }
+
+    /// The version of the weights when it was granted.
+    pub fn weights_version(&self) -> u32 {
+        self.weights_version
     }
 
     pub(crate) fn manager(&self) -> u32 {

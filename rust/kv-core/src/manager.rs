@@ -206,6 +206,8 @@ impl BlockManager {
             num_copied_tokens: seq.copied as usize,
             miss: seq.miss.as_deref(),
             num_registered_blocks: seq.registered.end(),
+            weights_version: seq.weights_version,
+            is_private: seq.is_private,
         })
     }
 
@@ -215,6 +217,28 @@ impl BlockManager {
         let num_evicted = self.state.pool.evict_all();
         report(&mut self.recorder, Call::evict_all, &num_evicted);
         num_evicted
+    }
+
+    /// The version of the weights: 0, then the answers of [`BlockManager::advance_weights_version`].
+    pub fn weights_version(&self) -> u32 {
+        self.state.pool.weights_version()
+    }
+
+    /// The weights have changed: nothing that was computed before is reused by a sequence that begins from now on.
+    /// Returns the new version of the weights, one more than before.
+    ///
+    /// No block and no snapshot is cached any more: [`Event::Cleared`], and the evictable ones are free. Records for
+    /// [`BlockManager::take_evicted`] are dropped. Live sequences with computed tokens go on over their blocks, and
+    /// so do their forks, but none of their blocks is cached, matched or merged until [`BlockManager::reset`]. Pins hold
+    /// their blocks until they are dropped, and can no longer be attached. O(blocks + sequences).
+    ///
+    /// # Errors
+    /// [`Error::WeightsInUse`] while a plan or a transfer is open.
+    pub fn advance_weights_version(&mut self) -> Result<u32, Error> {
+        self.run(
+            Call::advance_weights_version,
+            State::advance_weights_version,
+        )
     }
 
     /// Free blocks in the order of allocation, then evictable blocks in the order of eviction under `lru`. O(blocks).
@@ -262,7 +286,8 @@ impl BlockManager {
         }
         check_namespace(namespace)?;
         let root = self.state.pool.acquire_root(namespace);
-        let key = self.state.seqs.insert(tokens, root, read_cache);
+        let version = self.state.pool.weights_version();
+        let key = self.state.seqs.insert(tokens, root, read_cache, version);
         let tokens = &self.state.seqs.at(key.seq_idx).tokens;
         let call = || Call::sequence(&tokens[..], namespace, read_cache);
         report(&mut self.recorder, call, &key);
@@ -312,7 +337,8 @@ impl BlockManager {
             self.pins_recorded += 1;
             self.pins_recorded
         });
-        let pin = Pin::new(&self.shared, serial, blocks, num_tokens);
+        let version = self.state.pool.weights_version();
+        let pin = Pin::new(&self.shared, serial, blocks, num_tokens, version);
         report(&mut self.recorder, call, &pin);
         pin
     }
@@ -905,6 +931,10 @@ pub struct SequenceView<'a> {
     pub miss: Option<&'a Miss>,
     /// Leading blocks that are registered.
     pub num_registered_blocks: usize,
+    /// The version of the weights with which it began.
+    pub weights_version: u32,
+    /// Whether the weights have changed since: none of its blocks is cached.
+    pub is_private: bool,
 }
 
 impl<'a> SequenceView<'a> {

@@ -7,6 +7,7 @@ mod explain;
 mod loading;
 mod restate;
 mod snapshots;
+mod versions;
 
 use std::collections::TryReserveError;
 
@@ -90,6 +91,9 @@ pub(crate) struct Pool {
     pub(crate) history: Option<Box<EvictionHistory>>,
     /// If the model has state layers.
     snapshots: Option<Box<Snapshots>>,
+    weights_version: u32,
+    /// The version of the weights when each block was allocated.
+    versions: Vec<u32>,
     pub(crate) stats: Stats,
 }
 
@@ -101,6 +105,9 @@ impl Pool {
         let mut cached = Vec::new();
         cached.try_reserve_exact(num_blocks)?;
         cached.resize(num_blocks, NodePosition::NONE);
+        let mut versions = Vec::new();
+        versions.try_reserve_exact(num_blocks)?;
+        versions.resize(num_blocks, 0);
         let mut queue = FreeQueue::new(num_blocks)?;
         let (mut batch, ids) = (queue.begin_push(), (0..num_blocks).map(BlockId::new));
         ids.rev().for_each(|block| batch.push(block));
@@ -127,13 +134,15 @@ impl Pool {
             history: history.map(Box::new),
             snapshots: (config.state)
                 .map(|state| Box::new(Snapshots::new(state, num_blocks, config.block_size))),
+            weights_version: 0,
+            versions,
             stats: Stats::default(),
         })
     }
 
     /// Bytes per block, without the tree.
     pub(crate) const BYTES_PER_BLOCK: usize =
-        FreeQueue::BYTES_PER_BLOCK + size_of::<NodePosition>() + size_of::<u32>();
+        FreeQueue::BYTES_PER_BLOCK + size_of::<NodePosition>() + 2 * size_of::<u32>();
 
     pub(crate) fn num_blocks(&self) -> usize {
         self.cached.len()
@@ -424,6 +433,9 @@ impl Pool {
             None => self.take_victims(end - taken.len(), taken),
             Some(_) => self.take_with_snapshots(end - taken.len(), taken),
         }
+        if self.weights_version > 0 {
+            self.stamp(&taken[end - count..]);
+        }
         self.active += count;
         self.stats.allocated_blocks += count as u64;
     }
@@ -611,7 +623,7 @@ impl Pool {
             && !evictable.is_empty()
             && is_empty
         {
-            events.clear();
+            events.clear(self.weights_version);
         }
         num_evicted
     }
@@ -734,7 +746,7 @@ impl Pool {
         let Some(log) = &mut self.events else {
             return Vec::new();
         };
-        let (is_lost, mut events) = (log.is_lost(), log.take());
+        let (is_lost, mut events) = (log.is_lost(), log.take(self.weights_version));
         if is_lost {
             self.append_cached(&mut events);
         }

@@ -102,12 +102,17 @@ pub(crate) struct SequenceState {
     pub(crate) copied: u32,
     /// Leading logical blocks that may stay cached when it ends.
     pub(crate) kept_indices: u32,
+    /// The version of the weights with which it began.
+    pub(crate) weights_version: u32,
     /// Why its first prefill computes tokens, if misses are explained.
     pub(crate) miss: Option<Box<Miss>>,
     /// The kept states of a model that has any.
     pub(crate) state: Option<Box<StateTrack>>,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
     pub(crate) read_cache: bool,
+    /// Earlier weights computed its first tokens: it goes on over its blocks, none of which is registered, matched or
+    /// merged. It has computed tokens, so it is at no boundary of its registered prefix, which is empty.
+    pub(crate) is_private: bool,
 }
 
 /// The snapshots that a sequence has loaded, left and wants. It has a running state if it has computed anything.
@@ -177,6 +182,7 @@ impl Sequence {
         table: BlockTable,
         root: NodePosition,
         read_cache: bool,
+        weights_version: u32,
     ) -> Self {
         Self(SequenceState {
             id,
@@ -186,6 +192,7 @@ impl Sequence {
             root,
             kept_indices: u32::MAX,
             read_cache,
+            weights_version,
             ..SequenceState::default()
         })
     }
@@ -350,6 +357,35 @@ impl Sequence {
         self.0.dropped = true;
     }
 
+    /// The weights have changed, outside a plan: none of its blocks is registered any more. `full`: its logical blocks
+    /// whose tokens are all computed. The block after them may be written once it has been copied.
+    pub(crate) fn unregister(&mut self, full: usize) {
+        let is_shared = self.registered.end().max(self.shared_indices as usize) > full;
+        self.0.shared_indices = if is_shared { full as u32 + 1 } else { 0 };
+        self.0.registered = Registered::at_root(self.root);
+        self.0.is_private = self.computed > 0;
+        if let Some(track) = &mut self.0.state {
+            track.answer = 0;
+        }
+    }
+
+    /// A private sequence, once `full` logical blocks are computed, which are not written again.
+    pub(crate) fn unshare_indices(&mut self, full: usize) {
+        if self.shared_indices as usize <= full {
+            self.0.shared_indices = 0;
+        }
+    }
+
+    /// It has computed nothing, and begins with these weights.
+    pub(crate) fn begin_with(&mut self, weights_version: u32) {
+        (self.0.weights_version, self.0.is_private) = (weights_version, false);
+    }
+
+    /// A fork of a private sequence goes on over its blocks.
+    pub(crate) fn go_on_with(&mut self, weights_version: u32) {
+        (self.0.weights_version, self.0.is_private) = (weights_version, true);
+    }
+
     /// Replaces its table, outside a plan: `computed` tokens are in it, and `registered` is its registered prefix.
     pub(crate) fn set_table(&mut self, table: BlockTable, registered: Registered, computed: usize) {
         (self.0.table, self.0.registered) = (table, registered);
@@ -430,10 +466,18 @@ impl Sequences {
         tokens: Vec<u32>,
         root: NodePosition,
         read_cache: bool,
+        weights_version: u32,
     ) -> SeqKey {
         self.next_id += 1;
         let table = BlockTable::new(self.groups);
-        let sequence = Sequence::new(self.next_id, tokens, table, root, read_cache);
+        let sequence = Sequence::new(
+            self.next_id,
+            tokens,
+            table,
+            root,
+            read_cache,
+            weights_version,
+        );
         let seq_idx = match self.vacant.pop() {
             Some(seq_idx) => {
                 self.sequences[seq_idx as usize] = sequence;

@@ -2,6 +2,7 @@
 
 mod check;
 mod explain;
+mod versions;
 
 use crate::config::Config;
 use crate::error::Error;
@@ -121,7 +122,7 @@ impl State {
     /// Logical blocks that are final: computed, and registered if caching is on. Windows are kept for these.
     pub(crate) fn final_indices(&self, seq: &Sequence) -> usize {
         let full = self.groups.index_of(seq.computed);
-        match self.caching {
+        match self.caching && !seq.is_private {
             true => full.min(seq.registered.end()),
             false => full,
         }
@@ -242,6 +243,14 @@ impl State {
         if pin.manager() != key.manager {
             return Err(Error::PinOfAnotherManager { tokens });
         }
+        let (pin_version, weights_version) = (pin.weights_version(), self.pool.weights_version());
+        if pin_version != weights_version && pin.end().is_some() {
+            return Err(Error::OldPin {
+                tokens,
+                pin_version,
+                weights_version,
+            });
+        }
         if !seq.table.is_empty() {
             return Err(Error::NotFresh { blocks });
         }
@@ -288,7 +297,7 @@ impl State {
             .ancestor(last, indices.saturating_sub(full));
         let mut registered = Registered::new(last, indices.min(full));
         // Logical blocks that are yet to be registered are kept, too.
-        let final_indices = match self.caching {
+        let final_indices = match self.caching && !seq.is_private {
             true => registered.end(),
             false => full,
         };
@@ -306,6 +315,7 @@ impl State {
         let tokens = seq.tokens[..num_tokens].to_vec();
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
         let restored = seq.restored.min(computed - cached);
+        let old_weights = (seq.is_private && computed > 0).then_some(seq.weights_version);
         let state = seq.state.clone().filter(|_| computed > 0);
         for group in 0..self.groups.len() {
             self.pool.hold_all(table.blocks_of(group));
@@ -313,8 +323,12 @@ impl State {
         self.pool.share_root(root);
         let shared_indices = self.groups.end_of(computed);
         self.seqs.at_mut(key.seq_idx).share_indices(shared_indices);
-        let key = self.seqs.insert(tokens, root, read_cache);
+        let version = self.pool.weights_version();
+        let key = self.seqs.insert(tokens, root, read_cache, version);
         let fork = self.seqs.at_mut(key.seq_idx);
+        if let Some(version) = old_weights {
+            fork.go_on_with(version);
+        }
         fork.set_table(table, registered, computed);
         fork.count_reused(cached, restored);
         fork.share_indices(shared_indices);
@@ -358,6 +372,7 @@ impl State {
         let seq = self.seqs.at_mut(key.seq_idx);
         let root = Registered::at_root(seq.root);
         seq.set_table(BlockTable::new(self.groups.len()), root, 0);
+        seq.begin_with(self.pool.weights_version());
         Ok(())
     }
 

@@ -23,7 +23,7 @@ exceptions! {
     ConfigError: KvError, "A setting is invalid, such as `block_size` 0, or a pool whose tables do not fit into memory.";
     TokenError: KvError, "Token ids are missing, are not integers, or do not fit 32 unsigned bits.";
     HandleError: KvError, "The handle is a freed sequence, a released pin, or belongs to another manager; or the object was made by the process of which this one is a fork.";
-    PinError: KvError, "The pin cannot be attached: it is not a prefix of the sequence, or the sequence holds blocks.";
+    PinError: KvError, "The pin cannot be attached: it is not a prefix of the sequence, earlier weights computed it, or the sequence holds blocks.";
     PlanError: KvError, "A plan, a planned sequence or a transfer is used in the wrong order, or with a wrong number of tokens or blocks.";
     BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";
     TraceError: KvError, "A recording cannot begin, or a file cannot be replayed: it has another format or version, or is truncated or damaged.";
@@ -47,12 +47,15 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::WrongManager { .. }
         | Error::PinOfAnotherManager { .. }
         | Error::ReleasedPin => HandleError::new_err(text),
-        Error::PinMismatch { .. } | Error::NotFresh { .. } => PinError::new_err(text),
+        Error::PinMismatch { .. } | Error::NotFresh { .. } | Error::OldPin { .. } => {
+            PinError::new_err(text)
+        }
         Error::InPlan { .. }
         | Error::NotPlanned { .. }
         | Error::NotDecoding { .. }
         | Error::NothingToCompute { .. }
         | Error::PlanOpen { .. }
+        | Error::WeightsInUse { .. }
         | Error::PlanOrder { .. }
         | Error::PlanClosed { .. }
         | Error::TrimBelowComputed { .. }

@@ -82,12 +82,20 @@ impl Removed {
 
 /// No block is cached any more.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct Cleared;
+pub(crate) struct Cleared {
+    weights_version: u32,
+}
 
 #[pymethods]
 impl Cleared {
-    fn __repr__(&self) -> &'static str {
-        "Cleared()"
+    /// The version of the weights that compute the blocks stored from now on.
+    #[getter]
+    fn weights_version(&self) -> u32 {
+        self.weights_version
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Cleared(weights_version={})", self.weights_version)
     }
 }
 
@@ -137,7 +145,7 @@ pub(crate) fn push_event(event: Event, list: &Bound<'_, PyList>) -> PyResult<()>
             })
         }
         Event::Removed { hashes } => bounded::extend(list, hashes, |hash| Ok(Removed { hash })),
-        Event::Cleared => list.append(Cleared),
+        Event::Cleared { weights_version } => list.append(Cleared { weights_version }),
         Event::Lost { num_events } => list.append(Lost { num_events }),
     }
 }

@@ -102,12 +102,13 @@ impl Explanation {
         }
     }
 
-    /// The cause of the eviction, if it is remembered: "lru", "2q", or "evict_all" for a call.
+    /// The cause of the eviction, if it is remembered: "lru", "2q", "evict_all" for a call, or "weights_changed".
     #[getter]
     fn evicted_by(&self) -> Option<&'static str> {
         Some(match self.eviction()?.by {
             EvictedBy::Policy(policy) => policy.name(),
             EvictedBy::EvictAll => "evict_all",
+            EvictedBy::WeightsChanged => "weights_changed",
         })
     }
 

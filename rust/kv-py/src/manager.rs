@@ -306,6 +306,25 @@ impl BlockManager {
         self.core.detached(py, |core| Ok(core.evict_all()))
     }
 
+    /// The version of the weights: 0, then the answers of `advance_weights_version`.
+    #[getter]
+    fn weights_version(&self, py: Python<'_>) -> PyResult<u32> {
+        self.core.with(py, |core| Ok(core.weights_version()))
+    }
+
+    /// The weights have changed: nothing that was computed before is reused by a sequence that begins from now on.
+    /// Returns the new version of the weights, one more than before. O(blocks + sequences), without the GIL.
+    ///
+    /// No block is cached any more (event `Cleared`). Live sequences with computed tokens go on over their blocks, and so
+    /// do their forks, but none of their blocks is cached, matched or merged until `reset` (`is_private`). Pins hold their
+    /// blocks until they are released, and can no longer be attached.
+    ///
+    /// Raises PlanError while a plan or a transfer is open.
+    fn advance_weights_version(&self, py: Python<'_>) -> PyResult<u32> {
+        self.core
+            .detached(py, |core| core.advance_weights_version().map_err(raise))
+    }
+
     /// The cached blocks that allocations evicted since the last call, in order. It is empty unless the manager was
     /// created with `keep_evicted=True`. A block without a hash, because another block has the same one, is left out.
     /// Of those not taken, the latest are kept, at least as many as the pool has blocks: earlier ones were overwritten.

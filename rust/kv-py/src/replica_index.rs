@@ -25,7 +25,7 @@ pub(crate) fn packed(events: &[Event]) -> (Vec<u8>, Vec<u8>) {
         let (kind, hashes) = match event {
             Event::Stored { hashes, .. } => (STORED, &hashes[..]),
             Event::Removed { hashes } => (REMOVED, &hashes[..]),
-            Event::Cleared => (CLEARED, &[0][..]),
+            Event::Cleared { .. } => (CLEARED, &[0][..]),
             Event::Lost { .. } => continue, // the next ones state all cached blocks
         };
         kinds.resize(kinds.len() + hashes.len(), kind);

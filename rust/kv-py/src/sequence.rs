@@ -93,6 +93,18 @@ impl Sequence {
         self.view(py, |view| view.num_cached_tokens)
     }
 
+    /// The version of the weights with which it began.
+    #[getter]
+    fn weights_version(&self, py: Python<'_>) -> PyResult<u32> {
+        self.view(py, |view| view.weights_version)
+    }
+
+    /// Whether the weights have changed since: it goes on over its blocks, and none of them is cached until `reset`.
+    #[getter]
+    fn is_private(&self, py: Python<'_>) -> PyResult<bool> {
+        self.view(py, |view| view.is_private)
+    }
+
     /// Number of tokens that its own transfers restored since the sequence last had no blocks.
     #[getter]
     fn num_restored_tokens(&self, py: Python<'_>) -> PyResult<usize> {

@@ -343,6 +343,7 @@ impl Player {
                 (&self.manager.publish(key, *num_tokens, tokens)?).into()
             }
             Call::EvictAll {} => (&self.manager.evict_all()).into(),
+            Call::AdvanceWeightsVersion {} => (&self.manager.advance_weights_version()?).into(),
             Call::Stop {} => (&self.manager.usage()).into(),
             _ => return self.apply_to_pins(call),
         })

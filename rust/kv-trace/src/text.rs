@@ -96,6 +96,7 @@ impl Text for Call {
             FreeKeeping { sequence, num_tokens }
             WantSnapshots { sequence, positions }
             KeepSnapshot { sequence }
+            AdvanceWeightsVersion {}
         );
         format!("{}({})", self.kind(), arguments.join(", "))
     }

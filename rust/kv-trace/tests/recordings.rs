@@ -64,6 +64,7 @@ fn operations_as_text() {
             "commit(plan=7, tokens=[5], counts=[])",
         ),
         (Call::EvictAll {}, "evict_all()"),
+        (Call::AdvanceWeightsVersion {}, "advance_weights_version()"),
         (
             Call::WantSnapshots {
                 sequence: 1,

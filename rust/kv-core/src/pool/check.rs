@@ -85,6 +85,10 @@ impl Pool {
                 ensure(group < groups, || format!("{id:?} is of group {group}"))?;
                 continue;
             };
+            let (own, weights) = (self.version_of(id), self.weights_version());
+            ensure(own == weights, || {
+                format!("{id:?} of version {own} is cached, the weights are at version {weights}")
+            })?;
             if self.snapshot_at(cached).is_some_and(|of| of.contains(&id)) {
                 continue;
             }
@@ -299,6 +303,10 @@ mod tests {
             s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
             meta(s, 4).list = List::Protected;
         }),
+        (
+            "BlockId(4) of version 2 is cached, the weights are at version 0",
+            |s| s.pool.stamp_as(BlockId::from(4), 2),
+        ),
         ("Free: 2 blocks linked, 3 counted", |s| {
             meta(s, 5).list = List::Probation;
             s.pool.queue.unlink(BlockId::from(5));

@@ -32,6 +32,7 @@ impl State {
             self.check_progress(seq)?;
             self.check_windows(seq)?;
             self.check_registered(seq)?;
+            self.check_version(seq)?;
         }
         for seq in self.seqs.iter() {
             self.check_unshared(seq, &held)?;
@@ -116,7 +117,10 @@ impl State {
         let final_indices = self.final_indices(seq);
         for group in 0..self.groups.len() {
             let start = seq.table.start(group);
-            let seen = self.groups.first_index(group, indices);
+            let seen = match seq.is_private {
+                true => self.groups.first_read(group, computed),
+                false => self.groups.first_index(group, indices),
+            };
             ensure(start <= seen, || {
                 format!(
                     "sequence {id} of {computed} computed tokens begins at block {start} of group {group}, {seen} is seen"
@@ -146,6 +150,35 @@ impl State {
             })?;
         }
         Ok(())
+    }
+
+    /// A sequence that registers began with the current weights, and so did its blocks. A private one has no registered
+    /// block.
+    fn check_version(&self, seq: &Sequence) -> Result<(), String> {
+        let (id, own, weights) = (seq.id, seq.weights_version, self.pool.weights_version());
+        if seq.is_private {
+            let (registered, computed) = (seq.registered.end(), seq.computed);
+            return ensure(registered == 0 && computed > 0 && own < weights, || {
+                format!(
+                    "sequence {id} is private, of version {own} of {weights}, with {registered} registered blocks and {computed} computed tokens"
+                )
+            });
+        }
+        ensure(own == weights, || {
+            format!(
+                "sequence {id} registers, of version {own}, the weights are at version {weights}"
+            )
+        })?;
+        let mut blocks = seq.table.blocks();
+        match blocks.find(|&block| self.pool.version_of(block) != weights) {
+            None => Ok(()),
+            Some(block) => {
+                let of = self.pool.version_of(block);
+                Err(format!(
+                    "sequence {id} of version {weights} holds {block:?} of version {of}"
+                ))
+            }
+        }
     }
 
     /// Registered logical blocks are the blocks on the path from the root to the last one.
@@ -263,6 +296,18 @@ mod tests {
             let block = s.manager.state.allocate_one();
             let mine = s.seq(COPY).table.replace(0, 3, block);
             s.manager.state.pool.release(mine);
+        }),
+        (
+            "sequence 1 registers, of version 3, the weights are at version 0",
+            |s| s.seq(REST).weights_version = 3,
+        ),
+        (
+            "sequence 1 is private, of version 0 of 0, with 4 registered blocks",
+            |s| s.seq(REST).is_private = true,
+        ),
+        ("sequence 1 of version 0 holds BlockId(", |s| {
+            let block = s.seq(REST).table.at(0, 3);
+            s.manager.state.pool.stamp_as(block, 5);
         }),
         ("sequence 3 would write on", |s| {
             s.seq(PARENT).shared_indices = 0;

@@ -131,7 +131,7 @@ impl State {
     /// Records why a sequence computes tokens, given its match, before it computes any.
     pub(crate) fn explain_prefill(&mut self, seq_idx: u32) {
         let (seq, block_size) = (self.seqs.at(seq_idx), self.groups.block_size());
-        if seq.planned_end > seq.cached + seq.restored {
+        if seq.planned_end > seq.cached + seq.restored || seq.is_private {
             return;
         }
         let indices = seq.registered.end() + self.matched.num_indices;
@@ -178,6 +178,7 @@ fn find_miss(
     let is_to_come = |seq: &Sequence| {
         let computes = seq.id != prompt.sequence && seq.planned_end > 0 && seq.computed < end;
         computes
+            && !seq.is_private
             && Some(seq.root) == root
             && seq.tokens.get(position..end) == Some(block)
             && seq.tokens[..position] == tokens[..position]

@@ -262,7 +262,12 @@ impl State {
         seq_idx: u32,
         position: usize,
     ) -> impl Iterator<Item = usize> + '_ {
-        self.groups_shared_at(seq_idx, position, |block| self.pool.seq_refs(block) > 1)
+        // A pin may hold a block that was registered, and that a private sequence goes on writing.
+        let is_private = self.seqs.at(seq_idx).is_private;
+        let is_pinned = move |block| is_private && self.pool.shared().pin_refs_of(block) > 0;
+        self.groups_shared_at(seq_idx, position, move |block| {
+            self.pool.seq_refs(block) > 1 || is_pinned(block)
+        })
     }
 
     /// Layer groups whose block at `position` was shared with a fork, and is still `held` by others or cached.

@@ -147,6 +147,10 @@ impl State {
     ) {
         let seq = self.seqs.at(seq_idx);
         let full = self.groups.index_of(seq.computed);
+        if seq.is_private {
+            self.seqs.at_mut(seq_idx).unshare_indices(full);
+            return;
+        }
         if !self.caching || seq.registered.end() >= full {
             return;
         }

@@ -239,7 +239,8 @@ impl State {
         let from = self.seqs.at(seq_idx).registered.end();
         prefill.preregister_from = from;
         // Logical blocks that are full already are left to the commit of the step before.
-        if !self.sharing || from < self.groups.index_of(positions.start) {
+        let is_private = self.seqs.at(seq_idx).is_private;
+        if !self.sharing || is_private || from < self.groups.index_of(positions.start) {
             return;
         }
         let indices = self.groups.index_of(positions.end);

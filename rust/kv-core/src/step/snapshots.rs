@@ -66,7 +66,7 @@ impl State {
     /// The first position after `start`, up to `end`, at which a prefill keeps a state, given the current match.
     fn next_cut(&self, seq_idx: u32, start: usize, end: usize) -> Option<Cut> {
         let snapshots = self.pool.snapshots()?;
-        if !self.caching {
+        if !self.caching || self.seqs.at(seq_idx).is_private {
             return None;
         }
         let (seq, config) = (self.seqs.at(seq_idx), &snapshots.config);
@@ -232,10 +232,11 @@ impl State {
             .map(|entry| (entry.seq_idx, entry.start, entry.end()))
             .collect();
         for (seq_idx, start, position) in due {
-            let last_kept = self.seqs.at(seq_idx).track().last_kept;
+            let seq = self.seqs.at(seq_idx);
+            let (last_kept, registers) = (seq.track().last_kept, self.caching && !seq.is_private);
             let is_due = position.is_multiple_of(interval) && position >= last_kept + min_tokens;
             let has_room = self.pool.available() >= blocks + reserve;
-            let save = (saves && is_due && self.caching && has_room).then(|| {
+            let save = (saves && is_due && registers && has_room).then(|| {
                 let kind = Kind::Answer;
                 self.take_save(seq_idx, Cut { position, kind })
             });

@@ -184,6 +184,10 @@ impl Steps {
         Ok(plan.map_or(&[], |plan| plan.read_copies()))
     }
 
+    pub(crate) fn num_open(&self) -> usize {
+        self.open.len()
+    }
+
     pub(crate) fn is_open(&self, key: PlanKey) -> bool {
         self.open_plan(key).is_ok()
     }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use kv_core::{BlockManager, Config, Event, Eviction};
 
 use super::tools::{
-    PLENTY, begin, block_of, commit, computed, given_up, lose_the_head, manager, prefill, prompt,
-    removed, sequence, settings, used, with,
+    CLEARED, PLENTY, begin, block_of, commit, computed, given_up, lose_the_head, manager, prefill,
+    prompt, removed, sequence, settings, used, with,
 };
 
 /// The hashes of the blocks of a prompt.
@@ -99,7 +99,7 @@ fn cleared_says_that_nothing_is_left() {
     drop(held);
     used(&mut m, [4]);
     assert_eq!(m.evict_all(), 2);
-    let expected = [stored(&m, &block_of(4)), vec![Event::Cleared]].concat();
+    let expected = [stored(&m, &block_of(4)), vec![CLEARED]].concat();
     assert_eq!(m.take_events(), expected);
     // Nothing was there.
     assert_eq!((m.evict_all(), m.take_events()), (0, vec![]));
@@ -134,7 +134,7 @@ fn a_content_is_removed_with_the_last_of_its_groups_blocks() {
     assert_eq!((m.stats().evicted_blocks, m.cached_hashes().len()), (1, 1));
     drop(taker);
     m.evict_all();
-    assert_eq!(m.take_events(), [Event::Cleared]);
+    assert_eq!(m.take_events(), [CLEARED]);
 }
 
 /// One of its groups had held it all the time.
@@ -227,7 +227,7 @@ fn apply(held: &mut HashSet<u128>, events: &[Event]) {
             Event::Removed { hashes } => hashes.iter().for_each(|hash| {
                 assert!(held.remove(hash));
             }),
-            Event::Cleared => held.clear(),
+            Event::Cleared { .. } => held.clear(),
             Event::Lost { .. } => {}
         }
     }
@@ -256,7 +256,7 @@ fn events_that_nobody_takes_are_lost_and_all_cached_blocks_are_stated() {
     assert_eq!(m.num_pending_events(), 5); // four blocks and a namespace
     let events = m.take_events();
     let num_events = match &events[..2] {
-        [Event::Lost { num_events }, Event::Cleared] => *num_events,
+        [Event::Lost { num_events }, Event::Cleared { .. }] => *num_events,
         other => panic!("{other:?}"),
     };
     assert_eq!((num_events, events.len()), (200_000, 6));
@@ -313,7 +313,7 @@ fn a_pool_that_is_cleared_again_and_again_keeps_few_events() {
     }
     let events = m.take_events();
     assert!(
-        matches!(events[..], [Event::Lost { .. }, Event::Cleared]),
+        matches!(events[..], [Event::Lost { .. }, Event::Cleared { .. }]),
         "{events:?}"
     );
     assert_eq!(m.take_events(), []);

@@ -27,4 +27,5 @@ mod tables;
 mod threads;
 mod tools;
 mod transfers;
+mod versions;
 mod windows;

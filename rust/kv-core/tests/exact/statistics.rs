@@ -1,10 +1,10 @@
 //! The counters of scripted runs, value by value.
 
-use kv_core::{Config, Error, Event, Eviction, Prefill, Stats};
+use kv_core::{Config, Error, Eviction, Prefill, Stats};
 
 use super::tools::{
-    PLENTY, begin, block_of, commit, computed, decoded, lose_the_head, manager, prefill, prompt,
-    sequence, settings, used, with,
+    CLEARED, PLENTY, begin, block_of, commit, computed, decoded, lose_the_head, manager, prefill,
+    prompt, sequence, settings, used, with,
 };
 
 #[test]
@@ -260,7 +260,7 @@ fn contents_without_a_name() {
     m.check().expect("sound");
     drop((first, second, pin));
     assert_eq!(m.evict_all(), 4);
-    assert_eq!(m.take_events(), [Event::Cleared]);
+    assert_eq!(m.take_events(), [CLEARED]);
     // The name is free again.
     let _again = computed(&mut m, prompt(4));
     assert_eq!((m.stats().collisions, m.take_events().len()), (1, 1));

@@ -13,6 +13,9 @@ pub(crate) const PLENTY: usize = 1_000;
 /// The token that every step samples.
 pub(crate) const SAMPLED: u32 = 9_000;
 
+/// Nothing is cached; the weights are the first ones.
+pub(crate) const CLEARED: Event = Event::Cleared { weights_version: 0 };
+
 /// Settings of a pool with blocks of four tokens, the same hashes every time and events.
 pub(crate) fn settings(num_blocks: usize) -> Config {
     Config {

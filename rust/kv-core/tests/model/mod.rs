@@ -22,6 +22,11 @@ type PrefixKey = (u8, Vec<u32>);
 /// The blocks of a logical block of tokens, one per layer group; none where no later token sees it.
 type LogicalBlock = Vec<Option<u32>>;
 
+/// A token and the version of the weights that computed it. Tokens are below 65,536.
+pub(crate) fn stamped(token: u32, version: u32) -> u32 {
+    version << 16 | token
+}
+
 fn blocks(indices: &[LogicalBlock]) -> impl DoubleEndedIterator<Item = u32> + '_ {
     indices.iter().flatten().copied().flatten()
 }
@@ -38,6 +43,9 @@ pub(crate) struct Seq {
     pub(crate) pending: usize,
     pub(crate) speculating: bool,
     pub(crate) read_cache: bool,
+    /// It has tokens of earlier weights, of these versions: none of its blocks is cached.
+    pub(crate) is_private: bool,
+    pub(crate) old_versions: Vec<u32>,
     /// Open plans that hold it.
     pub(crate) planned: u8,
     pub(crate) dropped: bool,
@@ -151,8 +159,9 @@ pub(crate) struct Model {
     /// Oldest first.
     pub(crate) plans: Vec<Plan>,
     num_blocks: usize,
-    /// Evictions of each namespace, in order: of which tokens, and by `evict_all` or not.
-    evictions: BTreeMap<u8, Vec<(Vec<u32>, bool)>>,
+    /// Evictions of each namespace, in order: of which tokens, and the cause.
+    evictions: BTreeMap<u8, Vec<(Vec<u32>, EvictedBy)>>,
+    pub(crate) weights_version: u32,
     pub(crate) state: Option<StateConfig>,
     /// By the tokens that went into the state.
     snapshots: HashMap<PrefixKey, Snapshot>,
@@ -177,6 +186,7 @@ impl Model {
             num_loads: 0,
             plans: Vec::new(),
             evictions: BTreeMap::new(),
+            weights_version: 0,
             state: config.state,
             snapshots: HashMap::new(),
         }
@@ -458,6 +468,7 @@ impl Model {
             registered: s.registered.min(computed / self.block_size),
             last_kept: if computed > 0 { s.last_kept } else { 0 },
             answer: 0,
+            is_private: s.is_private && computed > 0,
             wanted: if computed > 0 {
                 s.wanted.clone()
             } else {
@@ -472,7 +483,14 @@ impl Model {
 
     /// The groups whose partial block is about to be written, and is shared or registered.
     fn must_copy(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
-        self.shared_at(seq, position, |block| self.seq_refs(block) > 1)
+        let is_private = self.seqs[&seq].is_private;
+        let is_pinned = |block| {
+            let mut pins = self.pins.values().flat_map(|indices| blocks(indices));
+            is_private && pins.any(|pinned| pinned == block)
+        };
+        self.shared_at(seq, position, |block| {
+            self.seq_refs(block) > 1 || is_pinned(block)
+        })
     }
 
     /// The same without a plan: an open step may be yet to copy a block.
@@ -508,22 +526,66 @@ impl Model {
         }
         let block = self.queued()[0];
         self.unqueue(block);
-        self.evict_block(block, false);
+        self.evict_block(block, EvictedBy::Policy(Eviction::Lru));
         block
     }
 
     /// A block id holds nothing any more, because it is needed or all are evicted.
-    fn evict_block(&mut self, block: u32, all: bool) {
+    fn evict_block(&mut self, block: u32, by: EvictedBy) {
+        self.remember(block, by);
+        self.cached_blocks.retain(|_, block_id| *block_id != block);
+        self.drop_orphans();
+    }
+
+    fn remember(&mut self, block: u32, by: EvictedBy) {
         for ((namespace, tokens), _) in self
             .cached_blocks
             .keys()
             .filter(|key| self.cached_blocks[key] == block)
         {
             let evictions = self.evictions.entry(*namespace).or_default();
-            evictions.push((tokens.clone(), all));
+            evictions.push((tokens.clone(), by));
         }
-        self.cached_blocks.retain(|_, block_id| *block_id != block);
-        self.drop_orphans();
+    }
+
+    /// Nothing that was computed before is cached; sequences go on over their own blocks. False while the weights are
+    /// in use.
+    pub(crate) fn advance_weights_version(&mut self) -> bool {
+        if !self.plans.is_empty() || !self.loads.is_empty() {
+            return false;
+        }
+        for seq in self.seqs.keys().copied().collect::<Vec<u64>>() {
+            let s = self.seqs.get_mut(&seq).expect("live");
+            let end = s.computed.div_ceil(self.block_size);
+            let gone: Vec<LogicalBlock> = s.table.drain(end..s.registered.max(end)).collect();
+            (s.registered, s.answer, s.is_private) = (0, 0, s.computed > 0);
+            self.enqueue_unused(blocks(&gone).rev());
+            self.slide(seq);
+        }
+        self.evictions.clear();
+        let cached = (0..self.num_blocks as u32).filter(|&block| self.is_cached(block));
+        let cached: Vec<u32> = cached.collect();
+        for &block in &cached {
+            self.remember(block, EvictedBy::WeightsChanged);
+            self.unqueue(block);
+        }
+        self.cached_blocks.clear();
+        self.snapshots.clear();
+        self.enqueue_unused(cached);
+        self.weights_version += 1;
+        true
+    }
+
+    /// The KV of the last of these tokens of a sequence: all of them, each with the version of the weights that
+    /// computed it.
+    pub(crate) fn kv_of(&self, seq: u64, tokens: &[u32]) -> PrefixKey {
+        let s = &self.seqs[&seq];
+        let version = |at: usize| s.old_versions.get(at).copied();
+        let stamped = tokens
+            .iter()
+            .enumerate()
+            .map(|(at, &token)| stamped(token, version(at).unwrap_or(self.weights_version)));
+        (s.namespace, stamped.collect())
     }
 
     /// The tokens that a prefill would find in the pool, share in flight and copy, and why it would compute the rest.
@@ -590,6 +652,7 @@ impl Model {
         let wanted = &tokens[..end];
         let is_to_come = |seq: &Seq| {
             seq.namespace == namespace
+                && !seq.is_private
                 && seq.ahead > 0
                 && seq.computed < end
                 && seq.tokens.starts_with(wanted)
@@ -609,10 +672,7 @@ impl Model {
             .rev()
             .position(|(evicted, _)| evicted == wanted);
         if let Some(since) = since.filter(|&since| since < self.num_blocks) {
-            let by = match evictions[evictions.len() - 1 - since].1 {
-                true => EvictedBy::EvictAll,
-                false => EvictedBy::Policy(Eviction::Lru),
-            };
+            let by = evictions[evictions.len() - 1 - since].1;
             let num_blocks_since = since as u64 + 1;
             return MissReason::Evicted(Some(PastEviction {
                 by,
@@ -662,7 +722,8 @@ impl Model {
         );
         self.touch(&s);
         let s = self.seqs.get_mut(&seq).expect("live");
-        (s.last_kept, s.answer) = (0, 0);
+        (s.last_kept, s.answer, s.is_private) = (0, 0, false);
+        s.old_versions.clear();
     }
 
     pub(crate) fn free(&mut self, seq: u64) {
@@ -760,7 +821,7 @@ impl Model {
         s.pending += usize::from(samples);
         s.planned += 1;
         let (mut already_cached, mut preregistered) = (Vec::new(), Vec::new());
-        if preregisters && self.caching && self.sharing {
+        if preregisters && self.caching && self.sharing && !self.seqs[&seq].is_private {
             while self.seqs[&seq].registered < (start + len) / self.block_size
                 && self.preregister(seq, start, &mut already_cached, &mut preregistered)
             {
@@ -979,6 +1040,7 @@ impl Model {
         }
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let may_match = self.caching && s.read_cache && s.ahead == s.registered * size;
+        let may_match = may_match && !s.is_private;
         let matched = if may_match {
             self.matched(s.namespace, &s.tokens, s.registered, request.replay, |_| {
                 true
@@ -1188,7 +1250,7 @@ impl Model {
                 (s.ahead, s.speculating) = (s.computed, false);
             }
             s.planned -= 1;
-            let full = if self.caching {
+            let full = if self.caching && !s.is_private {
                 s.computed / self.block_size
             } else {
                 0
@@ -1270,7 +1332,7 @@ impl Model {
     fn slide(&mut self, seq: u64) {
         let s = &self.seqs[&seq];
         let full = s.computed / self.block_size;
-        let indices = if self.caching {
+        let indices = if self.caching && !s.is_private {
             full.min(s.registered)
         } else {
             full
@@ -1287,7 +1349,7 @@ impl Model {
     pub(crate) fn reuse_cached(&mut self, seq: u64) -> usize {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let stands = s.computed == s.registered * size && s.table.len() == s.registered;
-        if !stands || !self.caching || !s.read_cache {
+        if !stands || s.is_private || !self.caching || !s.read_cache {
             return 0;
         }
         let matched = match self.state {
@@ -1320,7 +1382,7 @@ impl Model {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let stands = s.computed == s.registered * size && s.table.len() == s.registered;
         let has_begun = self.state.is_some() && s.ahead > 0;
-        if !stands || has_begun || !self.caching || !s.read_cache {
+        if !stands || s.is_private || has_begun || !self.caching || !s.read_cache {
             return Answer::NotNeeded;
         }
         let is_ready = |block| self.is_ready(block);
@@ -1505,7 +1567,7 @@ impl Model {
         }
         for &block in &evicted {
             self.unqueue(block);
-            self.evict_block(block, false);
+            self.evict_block(block, EvictedBy::Policy(Eviction::Lru));
         }
         let indices = evicted.iter().map(|&block| vec![Some(block)]);
         self.pins.insert(pin, indices.collect());
@@ -1555,7 +1617,7 @@ impl Model {
         s.ahead = s.computed;
         let (registered, full) = (s.registered, s.computed / self.block_size);
         let mut remappings = Vec::new();
-        if self.caching {
+        if self.caching && !self.seqs[&seq].is_private {
             for index in registered..full {
                 if !self.merge(seq, index, 0, &mut remappings) {
                     break;
@@ -1581,7 +1643,7 @@ impl Model {
         for &block in &evictable {
             if self.is_cached(block) {
                 self.unqueue(block);
-                self.evict_block(block, true);
+                self.evict_block(block, EvictedBy::EvictAll);
                 self.enqueue_unused([block]);
             }
         }

@@ -51,6 +51,8 @@ pub(crate) enum Op {
     /// Snapshots of a sequence at two positions.
     Want(usize, usize, usize),
     Keep(usize),
+    /// The weights change.
+    Advance,
 }
 
 /// A bound that means any index of a list that is short.
@@ -59,7 +61,7 @@ const ANY: usize = 256;
 impl Op {
     /// An operation made of at most eight numbers; `below` gives one below its argument.
     pub(crate) fn choose(below: &mut impl FnMut(usize) -> usize) -> Self {
-        match below(238) {
+        match below(240) {
             0..8 => Self::New {
                 namespace: below(2) as u8,
                 pattern: below(4) as u8,
@@ -109,7 +111,8 @@ impl Op {
             227 => Self::Abandon(below(ANY)),
             228..230 => Self::Evict(below(6)),
             230..233 => Self::Want(below(ANY), below(60), below(12)),
-            _ => Self::Keep(below(ANY)),
+            233..238 => Self::Keep(below(ANY)),
+            _ => Self::Advance,
         }
     }
 }

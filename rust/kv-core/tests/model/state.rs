@@ -1,7 +1,8 @@
 //! Snapshots of states in the model: named by all tokens that went into them.
 
 use kv_core::{
-    BlockId, Explanation, Extend, Miss, MissReason, Prefill, PrefillRequest, StateConfig,
+    BlockId, EvictedBy, Eviction, Explanation, Extend, Miss, MissReason, Prefill, PrefillRequest,
+    StateConfig,
 };
 
 use super::{EntryKind, Load, LogicalBlock, Model, PrefixKey, Seq, blocks};
@@ -206,7 +207,7 @@ impl Model {
             Some(prefix) => self.drop_snapshot(&prefix),
             None => {
                 self.unqueue(victim);
-                self.evict_block(victim, false);
+                self.evict_block(victim, EvictedBy::Policy(Eviction::Lru));
                 self.enqueue_unused([victim]);
             }
         }
@@ -281,6 +282,7 @@ impl Model {
     pub(super) fn prefill_with_state(&mut self, seq: u64, request: PrefillRequest) -> Prefill {
         let s = self.seqs[&seq].clone();
         let may_match = self.caching && s.read_cache && s.ahead == s.registered * self.block_size;
+        let may_match = may_match && !s.is_private;
         let mut found = Found {
             start: s.ahead,
             ..Found::default()
@@ -382,7 +384,7 @@ impl Model {
             revived + new + copies + spare_blocks.unwrap_or(0)
         };
         let available = self.queue.len();
-        let cut = if self.caching {
+        let cut = if self.caching && !s.is_private {
             self.next_cut(&s, found, end)
         } else {
             None
@@ -485,7 +487,8 @@ impl Model {
             let last_kept = self.seqs[&seq].last_kept;
             let is_apart = end >= last_kept + config.min_tokens && end % interval == 0;
             let has_room = self.queue.len() >= config.blocks + reserve;
-            let is_kept = saves && is_apart && self.caching && has_room;
+            let registers = self.caching && !self.seqs[&seq].is_private;
+            let is_kept = saves && is_apart && registers && has_room;
             let save = is_kept.then(|| (end, self.take_for_snapshot(false)));
             if is_kept {
                 self.seqs.get_mut(&seq).expect("live").last_kept = end;

@@ -20,7 +20,7 @@ use super::op::{Op, tokens};
 use super::sharing::Limits;
 use super::{Model, Seq, blocks};
 
-/// The KV of a position: the namespace and every token up to it.
+/// The KV of a position: the namespace and every token up to it, each with the version of the weights.
 type Kv = (u8, Vec<u32>);
 
 pub(crate) struct World {
@@ -119,7 +119,7 @@ struct Arrays {
 /// Events that every long run reaches.
 const COUNTED: &str = "pending_tokens reused_tokens published_tokens kept_snapshots transfers awaited_transfers waiting_prefills \
     kept_blocks explained_hits explained_new explained_diverged explained_evicted \
-    explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block explained_no_snapshot computing_prefills";
+    explained_not_yet_computed explained_loading explained_reads_disabled explained_below_one_block explained_no_snapshot computing_prefills private_sequences new_sequences";
 
 /// So few that an operation soon comes back to one; the oldest goes.
 const MAX_SEQUENCES: usize = 6;
@@ -257,6 +257,8 @@ impl World {
                     prop_assert_eq!(answer.is_ok(), !self.busy(id));
                     if answer.is_ok() {
                         self.model.reset(id);
+                        let seq = self.model.seqs.get_mut(&id).expect("live");
+                        seq.old_versions.clear();
                         self.running.remove(&id);
                     }
                 }
@@ -351,7 +353,47 @@ impl World {
                 }
             }
             Op::Keep(i) => self.keep_snapshot(i)?,
+            Op::Advance => self.advance_weights_version()?,
             _ => self.apply_step(op)?,
+        }
+        Ok(())
+    }
+
+    /// Steps and transfers end first, as a rule.
+    fn advance_weights_version(&mut self) -> Result<(), TestCaseError> {
+        let refused = Error::WeightsInUse {
+            plans: self.steps.len(),
+            transfers: self.loads.len(),
+        };
+        let answer = self.manager.advance_weights_version();
+        if !self.steps.is_empty() || !self.loads.is_empty() {
+            prop_assert_eq!(answer, Err(refused));
+            while !self.loads.is_empty() {
+                self.drop_transfer(0)?;
+            }
+            while !self.steps.is_empty() {
+                self.apply_step(&Op::Commit(0))?;
+            }
+            return self.advance_weights_version();
+        }
+        let before = self.model.weights_version;
+        prop_assert_eq!(answer, Ok(before + 1));
+        prop_assert_eq!(self.manager.weights_version(), before + 1);
+        prop_assert_eq!(self.manager.usage().evictable, 0);
+        if self.exact {
+            prop_assert!(self.model.advance_weights_version());
+        } else {
+            self.model.weights_version += 1;
+        }
+        for handle in &self.handles {
+            let view = self.manager.view(handle.key()).expect("live");
+            let seq = self.model.seqs.get_mut(&handle.id()).expect("live");
+            seq.old_versions.resize(view.num_computed_tokens, before);
+            let counted = match view.is_private {
+                true => "private_sequences",
+                false => "new_sequences",
+            };
+            *self.counts.entry(counted).or_default() += 1;
         }
         Ok(())
     }
@@ -379,6 +421,8 @@ impl World {
             self.model.seqs.insert(fork.id(), Seq { tokens, ..seq });
         }
         let view = self.manager.view(fork.key()).expect("live");
+        let seq = self.model.seqs.get_mut(&fork.id()).expect("new");
+        seq.old_versions.truncate(view.num_computed_tokens);
         if self.model.state.is_some() && view.num_computed_tokens > 0 {
             let state = self.running[&id].clone();
             self.running.insert(fork.id(), state);
@@ -465,7 +509,10 @@ impl World {
                         prop_assert!(self.emitted.remove(&hash), "{hash:x} was removed twice");
                     }
                 }
-                Event::Cleared => self.emitted.clear(),
+                Event::Cleared { weights_version } => {
+                    prop_assert_eq!(weights_version, self.model.weights_version);
+                    self.emitted.clear();
+                }
                 Event::Lost { num_events } => {
                     panic!("{num_events} events since the last operation")
                 }
@@ -602,6 +649,7 @@ impl World {
                 (view.num_computed_tokens, view.num_registered_blocks),
                 (seq.computed, seq.registered)
             );
+            prop_assert_eq!(view.is_private, seq.is_private);
         }
         if let Some(step) = self.steps.back() {
             let view = self.manager.plan_view(step.handle.key()).expect("open");

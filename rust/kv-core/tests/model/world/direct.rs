@@ -46,13 +46,13 @@ impl World {
         let (position, blocks) = pin.snapshot();
         prop_assert_eq!(position, at);
         let seq = &self.model.seqs[&id];
-        let state = seq.tokens[..at].to_vec();
+        let state = self.model.kv_of(id, &seq.tokens[..at]);
         for (part, block) in blocks.iter().enumerate() {
             let read = self.states[block.get() as usize].as_ref();
-            let expected = ((seq.namespace, state.clone()), part);
+            let expected = (state.clone(), part);
             prop_assert_eq!(read, Some(&expected), "sequence {}", id);
         }
-        self.running.insert(id, state);
+        self.running.insert(id, state.1);
         drop(pin);
         self.model.drop_pin(self.next_pin);
         self.next_pin += 1;
@@ -89,10 +89,8 @@ impl World {
         if !blocks.is_empty() {
             *self.counts.entry("kept_snapshots").or_default() += 1;
             let seq = &self.model.seqs[&id];
-            prop_assert_eq!(
-                self.running.get(&id),
-                Some(&seq.tokens[..computed].to_vec())
-            );
+            let state = self.model.kv_of(id, &seq.tokens[..computed]).1;
+            prop_assert_eq!(self.running.get(&id), Some(&state));
         }
         for (part, block) in blocks.iter().enumerate() {
             let state = (self.model.seqs[&id].namespace, self.running[&id].clone());
@@ -229,13 +227,14 @@ impl World {
         if self.model.state.is_some() && num_tokens > 0 {
             let before = self.running.get(&id).filter(|_| computed > 0);
             let before = before.map_or(&[][..], Vec::as_slice);
-            prop_assert_eq!(before, &seq.tokens[..computed], "the state of {}", id);
-            self.running.insert(id, seq.tokens[..end].to_vec());
+            let state = self.model.kv_of(id, &seq.tokens[..end]).1;
+            prop_assert_eq!(before, &state[..computed], "the state of {}", id);
+            self.running.insert(id, state);
         }
         for position in written_from..end {
             for block in table[position / size].iter().flatten() {
                 self.states[*block] = None;
-                let kv = (seq.namespace, seq.tokens[..=position].to_vec());
+                let kv = self.model.kv_of(id, &seq.tokens[..=position]);
                 self.kv[block * size + position % size] = Some(kv);
             }
         }
@@ -268,7 +267,7 @@ impl World {
             for position in first..end {
                 let block = table[position / size][group].expect("no window has slid past it");
                 let read = self.kv[block * size + position % size].as_ref();
-                let expected = (seq.namespace, seq.tokens[..=position].to_vec());
+                let expected = self.model.kv_of(id, &seq.tokens[..=position]);
                 prop_assert_eq!(
                     read,
                     Some(&expected),

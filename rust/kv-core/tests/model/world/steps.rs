@@ -583,7 +583,7 @@ impl World {
         let step = self.steps.front().expect("open");
         let inputs = step.launched.as_ref().expect("launched");
         for (row, id) in inputs.rows.iter().zip(&step.rows) {
-            let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
+            let all = self.all_tokens(step, *id);
             for (at, position) in (row.first..row.first + row.ids.len()).enumerate() {
                 let token = match row.ids[at] {
                     pending @ ..0 => {
@@ -608,7 +608,7 @@ impl World {
                         given => {
                             prop_assert_eq!(given as usize, slot);
                             self.states[slot / size] = None;
-                            self.kv[slot] = Some((seq.namespace, all[..=position].to_vec()));
+                            self.kv[slot] = Some(self.model.kv_of(*id, &all[..=position]));
                         }
                     }
                 }
@@ -650,17 +650,17 @@ impl World {
         } in &inputs.loads
         {
             let seq = &self.model.seqs[sequence];
-            let state = seq.tokens[..*position].to_vec();
+            let state = self.model.kv_of(*sequence, &seq.tokens[..*position]);
             for (part, block) in blocks.iter().enumerate() {
                 let read = self.states[block.get() as usize].as_ref();
-                let expected = ((seq.namespace, state.clone()), part);
+                let expected = (state.clone(), part);
                 prop_assert_eq!(read, Some(&expected), "sequence {}", sequence);
             }
             prop_assert_eq!(blocks.is_empty(), *position == 0);
-            self.running.insert(*sequence, state);
+            self.running.insert(*sequence, state.1);
         }
         for (row, id) in inputs.rows.iter().zip(&step.rows) {
-            let all = self.all_tokens(step, *id);
+            let all = self.model.kv_of(*id, &self.all_tokens(step, *id)).1;
             let state = self.running.get(id).map(Vec::as_slice);
             prop_assert_eq!(state, Some(&all[..row.first]), "sequence {}", id);
             let end = row.first + row.ids.len();
@@ -672,12 +672,11 @@ impl World {
     /// A row's tokens read the right KV: everything before them, or their window of it.
     fn read_row(&self, row: &Row, id: u64, all: &[u32]) -> Result<(), TestCaseError> {
         let size = self.model.block_size;
-        let namespace = self.model.seqs[&id].namespace;
         for (table, window) in row.tables.iter().zip(&self.model.groups) {
             let first = window.map_or(0, |window| (row.first + 1).saturating_sub(window));
             for position in first..row.first + row.ids.len() {
                 let slot = table[position / size] * size + position % size;
-                let expected = Some((namespace, all[..=position].to_vec()));
+                let expected = Some(self.model.kv_of(id, &all[..=position]));
                 let read = self.kv.get(slot).and_then(Option::as_ref);
                 prop_assert_eq!(
                     read,

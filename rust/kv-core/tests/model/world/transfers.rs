@@ -5,7 +5,7 @@ use kv_core::{Error, Evicted, Reserve, Transfer};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use super::super::Answer;
+use super::super::{Answer, stamped};
 use super::World;
 
 /// A transfer, its sequence, and the tokens whose KV it brings.
@@ -77,11 +77,14 @@ impl World {
         let size = self.model.block_size;
         let end = load.transfer.indices().start + num_blocks;
         let of_state = self.model.groups.len();
+        let version = self.model.weights_version;
+        let tokens = load.tokens.iter();
+        let tokens: Vec<u32> = tokens.map(|&token| stamped(token, version)).collect();
         let mut parts = 0..;
         for loading in load.transfer.blocks() {
             self.states[loading.block.get() as usize] = None;
             if loading.group == of_state {
-                let state = (load.namespace, load.tokens[..end * size].to_vec());
+                let state = (load.namespace, tokens[..end * size].to_vec());
                 let part = parts.next().expect("few blocks");
                 let is_filled = num_blocks == load.transfer.indices().len();
                 self.states[loading.block.get() as usize] = is_filled.then_some((state, part));
@@ -91,7 +94,7 @@ impl World {
             for offset in 0..size {
                 let position = loading.index * size + offset;
                 let kv = match loading.index < end {
-                    true => (load.namespace, load.tokens[..=position].to_vec()),
+                    true => (load.namespace, tokens[..=position].to_vec()),
                     false => (u8::MAX, Vec::new()),
                 };
                 self.kv[loading.block.get() as usize * size + offset] = Some(kv);
@@ -189,6 +192,11 @@ impl World {
     pub(super) fn check_all_evicted(&mut self) -> Result<(), TestCaseError> {
         let evicted = self.manager.take_evicted();
         *self.counts.entry("kept_blocks").or_default() += evicted.len() as u64;
+        for Evicted { block, .. } in &evicted {
+            let kv = self.kv[block.get() as usize * self.model.block_size].as_ref();
+            let version = kv.map(|(_, tokens)| tokens[0] >> 16);
+            prop_assert_eq!(version, Some(self.model.weights_version));
+        }
         self.check_evicted(&evicted)
     }
 
@@ -207,13 +215,17 @@ impl World {
             let kv = &self.kv[block.get() as usize * size..][..size];
             let last = kv[size - 1].as_ref();
             let (of, prefix) = last.expect("it was computed");
+            let version = prefix[0] >> 16;
+            let prefix: Vec<u32> = prefix.iter().map(|&token| token & 0xffff).collect();
             prop_assert_eq!(
                 (&namespace[..], &prefix[prefix.len() - size..]),
                 (&[*of][..], &tokens[..])
             );
             for (offset, kv) in kv.iter().enumerate() {
                 let kv = kv.as_ref().expect("it was computed");
-                prop_assert_eq!(&kv.1, &prefix[..prefix.len() - size + offset + 1]);
+                let tokens = &prefix[..prefix.len() - size + offset + 1];
+                let stamped = tokens.iter().map(|&token| stamped(token, version));
+                prop_assert_eq!(&kv.1, &stamped.collect::<Vec<u32>>());
             }
             let hasher = self.manager.hasher();
             let mut hashes = vec![hasher.root(namespace)];
