@@ -128,4 +128,4 @@ def main(folder: str, steps: int = 30) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1])

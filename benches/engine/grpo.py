@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benches.engine.grpo [--steps 40] [--compared 6] [--picture FILE]
 
-The training is that of `examples/grpo.py`. Prints the reward of each step with rollouts by pyengine;
-then `compared` steps of each in turns, with the same questions: medians of the seconds for drawing,
-training and updating, the slowest in brackets, and the mean difference between the log-probabilities
-of the sampler and the trainer. transformers draws in the faster of float32 and bfloat16.
+The training is that of `examples/grpo.py`. Prints the reward of each step with rollouts by
+pyengine, and the mean difference between the log-probabilities of sampler and trainer; then
+`compared` steps of each in turns, with the same questions: medians of the seconds for drawing,
+training and updating, the slowest in brackets.
 """
 
 import argparse
@@ -93,7 +93,9 @@ class Trainer:
 
 def picture(rewards: Sequence[float], path: Path) -> None:
     """The reward of each step."""
-    from benches.peers.plots import STYLE, plt
+    from matplotlib import pyplot as plt
+
+    from benches.peers.plots import STYLE
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6, 3))

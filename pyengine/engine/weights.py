@@ -118,8 +118,12 @@ class WeightChanges:
         return self._send(self._reset, "keep", send)
 
     def _reset(self) -> int:
-        self._manager.reset_prefix_cache()
-        self._forget_kv()
+        """Make all KV so far that of an earlier version of the block manager's."""
+        self._manager.advance_weights_version()
+        self._engine.drop_kept()
+        self._kept.clear()
+        if self._rekey is not None:
+            self._rekey(self._properties)
         return self._engine.weights_version
 
     def _begin(self) -> None:
@@ -156,18 +160,12 @@ class WeightChanges:
 
     def _put(self, staged: StagedWeights) -> int:
         """Put staged weights in place; the engine's thread calls this, while no step is open."""
-        version = self._manager.advance_weights_version()
+        self._reset()
         self._model.replace(staged)
-        self._forget_kv()
         if self._rekey is not None:
             self._properties = _replaced(self._properties, staged)
             self._rekey(self._properties)
-        return version
-
-    def _forget_kv(self) -> None:
-        """What was computed before is of no use any more."""
-        self._engine.drop_kept()
-        self._kept.clear()
+        return self._engine.weights_version + 1
 
     def _drop(self, what: frozenset[str]) -> int:
         if self._engine.asleep:
