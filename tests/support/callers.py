@@ -38,6 +38,7 @@ class FakeModel:
             pins=self.bench.scheduler.pins,
             offloader=None,
             verifier=None,
+            weights=None,  # type: ignore[arg-type]
             inbox=SimpleQueue(),
             worker_group=None,
             threads=compute_threads(None),

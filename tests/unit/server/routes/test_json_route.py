@@ -14,6 +14,7 @@ from pyengine.server.routes import json_route
 from pyengine.server.routes.control import AbortRequest
 from pyengine.server.routes.json_route import MAX_FIELDS, MAX_OTHER_ITEMS, check_counts, check_items
 from pyengine.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from pyengine.server.routes.weights import UpdateWeights
 from pyengine.server.schemas.requests import ChatCompletionRequest, ClientModel, CompletionRequest
 
 texts = st.text(st.sampled_from('"\\{}[],: a\n/é'), max_size=20)
@@ -69,6 +70,7 @@ MODELS: list[type[ClientModel]] = [
     TokenizeRequest,
     DetokenizeRequest,
     AbortRequest,
+    UpdateWeights,
 ]
 MANY = 50_000
 WRONG: dict[str, Any] = {
