@@ -47,7 +47,7 @@ from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompt_entries import PromptEntryCache
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -240,7 +240,7 @@ def _connect(
     runner = _main_runner(setup, worker_group)
     threads = _step_threads(setup, threads, worker_group)
     executor = _executor(settings, runner, loaded.device, threads)
-    kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
+    kept = PromptEntryCache(manager.num_blocks, manager.block_size)
     processor = InputProcessor(
         setup.model_limits, kept, tokenizer=loaded.tokenizer, seed=settings.seed
     )

@@ -14,6 +14,7 @@ from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer
+from pyengine.utils.device_arrays import concatenated
 from pyengine.utils.devices import Device
 from pyengine.utils.tensors import array_of, tensor_of
 
@@ -42,6 +43,17 @@ class DecoderModel:
             return self._decoder(ids, positions, rows, self._adapted(paged), states)
         own = array_of(ids), array_of(positions), array_of(rows)
         return tensor_of(self._decoder(*own, self._adapted(paged), states))
+
+    def with_hidden(
+        self, ids: Any, positions: Any, rows: Any, hidden_rows: Any, paged: PagedContext
+    ) -> tuple[Any, Any]:
+        """See `Model.with_hidden`."""
+        decoder, count = self._decoder, len(rows)
+        both = concatenated([rows, hidden_rows])
+        metadata = self._adapted(paged)
+        states = decoder.hidden_states(ids, positions, metadata, paged.states, rows=both)
+        hidden = self._kept(states[count:])
+        return decoder.logits(states[:count]), hidden
 
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""
