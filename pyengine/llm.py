@@ -12,10 +12,17 @@ from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.changes import ChangeMode, Outcome
 from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.output_stream import OutputCollector
+from pyengine.engine.pooler import PoolingRequest, PoolingTask
 from pyengine.engine.stats import EngineStats
 from pyengine.engine.weights import NewWeights
 from pyengine.errors import InvalidRequestError, RequestFailedError
-from pyengine.outputs import RequestOutput
+from pyengine.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from pyengine.pooling_params import PoolingParams
 from pyengine.request.chat_template import ChatOptions, Message, as_conversations, render_chat
 from pyengine.request.prompts import (
     Prompt,
@@ -135,6 +142,63 @@ class LLM(EngineClientBase):
         parsed = [Prompt(token_ids=token_ids, thinking=thinking) for token_ids in rendered]
         return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
 
+    def embed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Priorities = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt, in the order of the prompts.
+
+        It is made of the hidden states after the model's last norm, as `PoolingParams` say. Prompts
+        are given as for `generate`, and share cached prefixes with all others. Raises as
+        `generate`.
+        """
+        requests = self._pooling_requests("embed", prompts, pooling_params, priority)
+        self._run([pooling.request for pooling in requests], use_tqdm)
+        return [self.pooler.embedded(pooling) for pooling in requests]
+
+    def classify(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Priorities = 0,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the model's labels for every prompt, in the order of the prompts.
+
+        Needs a model with a classifier (`...ForSequenceClassification`). Raises as `generate`.
+        """
+        requests = self._pooling_requests("classify", prompts, pooling_params, priority)
+        self._run([pooling.request for pooling in requests], use_tqdm)
+        return [self.pooler.classified(pooling) for pooling in requests]
+
+    def score(
+        self,
+        data_1: PromptLike | Iterable[PromptLike],
+        data_2: PromptLike | Iterable[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: float = 0,
+    ) -> list[ScoringRequestOutput]:
+        """The score of each pair: of one text and each of `data_2`, or of texts pair by pair.
+
+        It is the cosine of two embeddings. A model with a classifier of one label reads both texts
+        instead, and scores by that label. Raises as `generate`.
+        """
+        first, second = (
+            [parse_prompt(prompt, self.tokenizer) for prompt in as_list(data)]
+            for data in (data_1, data_2)
+        )
+        options = RequestOptions(priority=priority)
+        scoring = self.pooler.scoring(first, second, pooling_params, options=options)
+        self._run([pooling.request for pooling in scoring.requests], use_tqdm)
+        return self.pooler.scored(scoring)
+
     def stream(
         self,
         prompt: PromptLike,
@@ -239,17 +303,29 @@ class LLM(EngineClientBase):
     ) -> list[Request]:
         """A request for each prompt, all of them checked."""
         params = match_params(sampling_params, len(prompts), self._default_params)
-        values = priority if isinstance(priority, Sequence) else repeat(priority, len(prompts))
-        priorities = list(values)
-        if len(priorities) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
-                "one for each"
-            )
         make = self._input_processor.request
         return [
-            make(None, prompt, param, RequestOptions(priority=priority))
-            for prompt, param, priority in zip(prompts, params, priorities, strict=True)
+            make(None, prompt, param, options)
+            for prompt, param, options in zip(
+                prompts, params, _options(priority, len(prompts)), strict=True
+            )
+        ]
+
+    def _pooling_requests(
+        self,
+        task: PoolingTask,
+        prompts: PromptLike | Iterable[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
+        priority: Priorities,
+    ) -> list[PoolingRequest]:
+        """The same for embeddings or classes."""
+        parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        params = match_params(pooling_params, len(parsed), PoolingParams())
+        return [
+            self.pooler.request(task, prompt, param, options=options)
+            for prompt, param, options in zip(
+                parsed, params, _options(priority, len(parsed)), strict=True
+            )
         ]
 
     def _read(
@@ -309,3 +385,14 @@ class LLM(EngineClientBase):
                 outputs,
             )
         return outputs
+
+
+def _options(priority: Priorities, count: int) -> list[RequestOptions]:
+    """The options of so many requests, with their priorities."""
+    values = priority if isinstance(priority, Sequence) else repeat(priority, count)
+    priorities = list(values)
+    if len(priorities) != count:
+        raise InvalidRequestError(
+            f"{len(priorities)} priorities for {count} prompts: give one for all, or one for each"
+        )
+    return [RequestOptions(priority=priority) for priority in priorities]

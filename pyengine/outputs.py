@@ -2,7 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 """Why a completion ended: a stop condition, a length limit, an abort or a deadline, or a failure
@@ -56,6 +60,10 @@ class CompletionOutput:
     """The versions of the weights that generated it: the number of tokens before each, and the
     version. An answer of one version is a fresh engine's; more than one are of an update that kept
     or recomputed running requests."""
+    hidden_states: "npt.NDArray[np.float32] | None" = field(default=None, repr=False, compare=False)
+    """With ``return_hidden_states``: float32 [generated tokens, hidden]. Row i is the model's
+    hidden state after its last norm at the position before generated token i, which that token was
+    chosen from; row 0 is that of the prompt's last token."""
 
     @property
     def is_finished(self) -> bool:
@@ -185,3 +193,71 @@ class RequestOutput:
     without ``explain_misses``."""
     pin_error: str | None = None
     """Why a prefix of the prompt is not pinned, if the request asked for a pin that was refused."""
+    prompt_hidden_states: "npt.NDArray[np.float32] | None" = field(
+        default=None, repr=False, compare=False
+    )
+    """With ``return_hidden_states="all"``: float32 [prompt tokens, hidden], once all are
+    computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float] = field(repr=False)
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of its dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The classes of a text."""
+
+    probs: list[float]
+    """The probability of each label; the logits with ``use_activation=False``."""
+
+    @property
+    def num_classes(self) -> int:
+        """The number of labels."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """The similarity of two texts."""
+
+    score: float
+    """The cosine of two embeddings, or the probability that the second text fits the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PooledOutput:
+    request_id: str
+    prompt_token_ids: list[int] = field(repr=False)
+    num_cached_tokens: int
+    """Prompt tokens whose KV came from the cache."""
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput(_PooledOutput):
+    """The result of one text from ``embed``."""
+
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationRequestOutput(_PooledOutput):
+    """The result of one text from ``classify``."""
+
+    outputs: ClassificationOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringRequestOutput(_PooledOutput):
+    """The result of one pair from ``score``: the tokens are those of both texts."""
+
+    outputs: ScoringOutput

@@ -329,6 +329,10 @@ class SamplingParams:
     cache_priority: int = 0
     """Above 0, cached blocks of prompt and answer are evicted after those of lower priorities, as
     far as the engine's ``max_pinned_share`` goes."""
+    return_hidden_states: Literal["last", "all"] | None = None
+    """Return the model's hidden states after its last norm: "last", those that the generated tokens
+    are chosen from; "all", those of the prompt's tokens, too, which are then computed even if they
+    are cached. The name is SGLang's."""
 
     _SWITCHES: ClassVar[tuple[str, ...]] = (
         "include_stop_str_in_output",
@@ -348,6 +352,9 @@ class SamplingParams:
                 raise refuse(name, getattr(self, name), "True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise refuse("output_kind", self.output_kind, "a RequestOutputKind")
+        wanted: Any = self.return_hidden_states
+        if wanted is not None and not (isinstance(wanted, str) and wanted in ("last", "all")):
+            raise refuse("return_hidden_states", self.return_hidden_states, "'last', 'all' or None")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise refuse("structured_outputs", self.structured_outputs, "a StructuredOutputs")
         if self.logit_bias is not None:

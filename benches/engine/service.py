@@ -23,7 +23,7 @@ from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import BlockManager
 from pyengine.outputs import RequestOutput
-from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompt_entries import PromptEntryCache
 from pyengine.request.prompts import parse_prompt
 from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams
@@ -62,7 +62,13 @@ class StubRunner:
         self.turn = 0
 
     def prepare(
-        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+        self,
+        plan: Any,
+        *,
+        extra_rows: Any = None,
+        hidden_rows: Any = None,
+        mtp: Any = None,
+        states: Any = None,
     ) -> Forward:
         """Logits of a step, without a model."""
         plan.copies()
@@ -133,7 +139,7 @@ class Service:
         self._states: dict[str, Request] = {}
         pinning = Pinning(manager, self._scheduler.pins)
         self._engine = Engine(manager, self._scheduler, self._executor, [pinning])
-        kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
+        kept = PromptEntryCache(manager.num_blocks, manager.block_size)
         self._processor = InputProcessor(model_limits, kept, tokenizer=size.tokenizer)
 
     def take_in(

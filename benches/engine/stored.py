@@ -245,7 +245,13 @@ class NoModel:
     """A runner whose every next token is 0."""
 
     def prepare(
-        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+        self,
+        plan: Any,
+        *,
+        extra_rows: Any = None,
+        hidden_rows: Any = None,
+        mtp: Any = None,
+        states: Any = None,
     ) -> Any:
         """See `Runner.prepare`."""
         import torch
@@ -272,7 +278,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
     from pyengine.executor.executor import Executor
     from pyengine.kv_cache import BlockManager, KVStore, kv_fingerprint
     from pyengine.kv_cache.block_memory import HostBlocks
-    from pyengine.request.prompt_logprobs import PromptLogprobCache
+    from pyengine.request.prompt_entries import PromptEntryCache
     from pyengine.request.prompts import Prompt
     from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
@@ -288,7 +294,7 @@ def trace(traces: str, store_blocks: int, pool_blocks: int) -> dict[str, Any]:
         max_num_seqs=8,
         limited_by="nothing",
     )
-    processor = InputProcessor(model_limits, PromptLogprobCache(pool_blocks, size))
+    processor = InputProcessor(model_limits, PromptEntryCache(pool_blocks, size))
     offloader = None
     if store_blocks:
         per_entry = entry + 16 + 164 + 4 * size  # payload, and what the format adds

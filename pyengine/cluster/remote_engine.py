@@ -19,7 +19,7 @@ from pyengine.engine.input_processor import InputProcessor, refuse_taken
 from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
 from pyengine.outputs import CacheExplanation, RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
-from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompt_entries import PromptEntryCache
 from pyengine.request.prompts import (
     PromptLike,
     StrippedThinking,
@@ -89,7 +89,7 @@ class RemoteEngine:
         self.model_path = Path(about.model_path)
         block_size = int(str(about.description["block_size"]))
         # Replicas cache the log-probabilities of prompts, the ingress does not.
-        no_cache = PromptLogprobCache(0, block_size)
+        no_cache = PromptEntryCache(0, block_size)
         self._input_processor = InputProcessor(
             about.model_limits, no_cache, tokenizer=about.tokenizer, seed=seed
         )

@@ -49,7 +49,7 @@ from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompt_entries import PromptEntryCache
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -243,7 +243,7 @@ def _connect(
     runner = _main_runner(setup, worker_group)
     threads = _step_threads(setup, threads, worker_group)
     executor = _executor(settings, runner, loaded.device, threads)
-    kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
+    kept = PromptEntryCache(manager.num_blocks, manager.block_size)
     processor = InputProcessor(
         setup.model_limits, kept, tokenizer=loaded.tokenizer, seed=settings.seed
     )
@@ -281,7 +281,7 @@ def _connect(
             engine,
             loaded,
             manager,
-            kept,
+            processor,
             pool=pool,
             rekey=None if offloader is None else partial(_rekey, setup, offloader),
             refusal=_no_sleep(setup),

@@ -15,6 +15,7 @@ from pyengine.engine.builder import build_engine
 from pyengine.engine.changes import Change, Outcome, checked_mode
 from pyengine.engine.explain import explain_prompt
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
+from pyengine.engine.pooler import Pooler
 from pyengine.engine.stats import EngineObserver, EngineStats
 from pyengine.engine.weights import ASLEEP, NewWeights
 from pyengine.errors import ConfigurationError, EngineClosedError, InvalidRequestError, copy_error
@@ -75,6 +76,8 @@ class EngineClientBase:
         self._manager = parts.manager
         self._engine = parts.engine
         self._input_processor = parts.input_processor
+        self.pooler = Pooler(parts.loaded.pooling, parts.loaded.hidden_size, parts.input_processor)
+        """Makes requests for embeddings, classes and scores, and their results."""
         self._pins = parts.pins
         self._offloader = parts.offloader
         self._verifier = parts.verifier

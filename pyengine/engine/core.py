@@ -145,6 +145,8 @@ class Engine:
                 self.recompute_all()
             if self.weights_version != before:
                 for request in self._requests.values():
+                    if change.mode == "recompute":
+                        request.restart_prompt()
                     self._note_version(request)
             change.outcome.put(self.weights_version)
 
@@ -381,8 +383,8 @@ class Engine:
     def _remove(self, request: Request, error: Exception | None = None) -> None:
         """Remove a finished request; emit its last output, or its error."""
         self._requests.pop(request.request_id, None)
-        if request.scores is not None:
-            request.scores.withdraw()
+        if request.prompt_entries is not None:
+            request.prompt_entries.withdraw()
         self._output.end(request, error)
         for observer in self._observers:
             observer.on_finish(request)

@@ -14,9 +14,11 @@ import numpy as np
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.errors import ContextLengthError, InvalidRequestError
 from pyengine.request.output import OutputRules
-from pyengine.request.prompt_logprobs import PromptLogprobCache, PromptLogprobs
+from pyengine.request.prompt_entries import PromptEntryCache
+from pyengine.request.prompt_logprobs import PromptLogprobs
+from pyengine.request.prompt_states import AllStates, LastState, MeanState, PromptStates
 from pyengine.request.prompts import Prompt
-from pyengine.request.request import Request, RequestOptions
+from pyengine.request.request import PromptResults, Request, RequestOptions
 from pyengine.request.untrusted_calls import tokenizer_errors
 from pyengine.sampling.grammar import Grammars
 from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
@@ -36,7 +38,7 @@ class InputProcessor:
     def __init__(
         self,
         limits: ModelLimits,
-        prompt_logprobs: PromptLogprobCache,
+        prompt_logprobs: PromptEntryCache,
         *,
         tokenizer: Any = None,
         seed: int = 0,
@@ -44,6 +46,8 @@ class InputProcessor:
         """Requests without a seed get one from `seed`, in the order of their making."""
         self.limits = limits
         self._prompt_logprobs = prompt_logprobs
+        self._sums = PromptEntryCache(prompt_logprobs.num_blocks, prompt_logprobs.block_size)
+        """Sums of the hidden states of prompts, for mean pooling."""
         self._tokenizer = tokenizer
         self._seed = seed
         self._seeds: OrderedDict[bytes, Random] = OrderedDict()
@@ -62,6 +66,10 @@ class InputProcessor:
         (`rust/kv-core/src/step/admit.rs`), which counts only what is not cached.
         """
         limits, ids = self.limits, np.asarray(prompt.token_ids)
+        if not limits.generates and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            raise InvalidRequestError(
+                "this model has no head that chooses tokens: it embeds, scores or classifies texts"
+            )
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         longest = limits.max_model_len - (params.max_tokens != 0)
@@ -116,6 +124,23 @@ class InputProcessor:
         tokens: list[tuple[int, ...]] = self._words.tokens
         return tokens
 
+    def forget_results(self) -> None:
+        """Forget what is known of prompts: other weights compute them from now on."""
+        self._prompt_logprobs.clear()
+        self._sums.clear()
+
+    def _states_of(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> PromptStates | None:
+        """The receiver of the prompt's hidden states; None if none are wanted."""
+        if options.pooling == "last":
+            return LastState(len(prompt.token_ids))
+        if options.pooling == "mean":
+            return MeanState(self._sums, prompt)
+        if params.return_hidden_states == "all":
+            return AllStates(len(prompt.token_ids))
+        return None
+
     def request(
         self,
         request_id: Any,
@@ -149,8 +174,10 @@ class InputProcessor:
         if params.prompt_logprobs is not None:
             top = params.num_prompt_logprobs(limits.vocab_size) or 0
             max_chunk = max(1, _PROMPT_LOGITS // limits.vocab_size)
-            scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
-        request = Request(request_id, prompt, rules, options, scores, max_chunk)
+            reads = params.return_hidden_states != "all"
+            scores = PromptLogprobs(self._prompt_logprobs, prompt, top, reads=reads)
+        results = PromptResults(scores, self._states_of(prompt, params, options), max_chunk)
+        request = Request(request_id, prompt, rules, options, results)
         seed = self._new_seed(options.tenant) if params.seed is None else params.seed
         sampling = SamplingState(
             params,

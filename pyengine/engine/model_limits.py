@@ -14,7 +14,8 @@ class ModelLimits:
     """The limits that requests are checked against.
 
     `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
-    in words what set it: the model's positions, the pool, or the caller.
+    in words what set it: the model's positions, the pool, or the caller. `generates` is False for a
+    model without a head, which gives no tokens.
     """
 
     vocab_size: int
@@ -22,6 +23,7 @@ class ModelLimits:
     max_model_len: int
     limited_by: str
     max_num_seqs: int
+    generates: bool = True
 
 
 def compute_model_limits(
@@ -58,4 +60,5 @@ def compute_model_limits(
         max_model_len=longest,
         limited_by=limited_by,
         max_num_seqs=settings.max_num_seqs,
+        generates=loaded.pooling.generates,
     )

@@ -42,17 +42,20 @@ class OutputProcessor:
                 (sink is not None and sink.streams)
                 or params.stop
                 or params.logprobs is not None
+                or params.return_hidden_states is not None
                 or sequence.waits_for_tokens
                 or (self._reads_each_token and params.speculate)
             )
 
     def append(self, submitted: SubmittedStep) -> Appended:
-        """Append the tokens of a committed step, and the log-probabilities of its prompts."""
+        """Append the tokens of a committed step, and the results of its prompts."""
         rows, sampled = submitted.rows, submitted.sampled
         of_prompts = iter(sampled.prompt_logprobs)
         for part in rows.prompt_parts:
             logprobs = list(islice(of_prompts, len(part.rows.rows)))
             part.request.append_prompt_logprobs(part.start + 1, logprobs)
+        if rows.hidden is not None and sampled.hidden is not None:
+            rows.hidden.deliver(sampled.hidden)
         tokens = sampled.token_ids
         if self._unread is not rows:
             self.flush()
@@ -77,8 +80,8 @@ class OutputProcessor:
 
     def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
         """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
-        rows, num_drafted = submitted.rows, 0
-        tokens, logprobs = submitted.sampled.token_ids.tolist(), submitted.sampled.logprobs
+        rows, sampled, num_drafted = submitted.rows, submitted.sampled, 0
+        tokens, logprobs = sampled.token_ids.tolist(), sampled.logprobs
         for row in rows.streamed:
             if row in submitted.rejected:
                 continue
@@ -86,6 +89,8 @@ class OutputProcessor:
             output = sequence.output
             if output.finish_reason is None:  # else it was aborted or has ended in this step
                 num_drafted += row in rows.ahead
+                if rows.hidden is not None:
+                    output.add_hidden(rows.hidden.of_row(row, sampled.hidden))
                 if output.append(tokens[row], logprobs[row]):
                     ended.append(sequence)
         return num_drafted

@@ -9,6 +9,9 @@ from threading import Event, Lock
 from time import monotonic
 from weakref import WeakMethod
 
+import numpy as np
+import numpy.typing as npt
+
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
 from pyengine.request.request import Request
 from pyengine.sampling_params import RequestOutputKind
@@ -105,12 +108,15 @@ class _SoFar:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
 
     def add(self, delta: CompletionOutput) -> None:
         self.last = delta
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
+        if delta.hidden_states is not None:
+            self.hidden.append(delta.hidden_states)
 
     def snapshot(self) -> CompletionOutput:
         assert self.last is not None
@@ -119,6 +125,7 @@ class _SoFar:
             text=self.text,
             token_ids=list(self.token_ids),
             logprobs=None if self.last.logprobs is None else list(self.logprobs),
+            hidden_states=np.concatenate(self.hidden) if self.hidden else None,
         )
 
 

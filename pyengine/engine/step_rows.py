@@ -7,6 +7,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.engine.hidden_rows import HiddenRows
 from pyengine.executor.executor import InputBatch, ModelStep, PromptRows
 from pyengine.request.request import Request, SequenceState
 from pyengine.sampling.sampler import Sampled
@@ -74,9 +75,16 @@ class StepRows:
                 states += [sibling.output.sampling for sibling in siblings]
                 counts.append(len(siblings))
                 self.beginners.append(sequence.request)
+        self.hidden: HiddenRows | None = None
+        """The tokens whose hidden states are wanted; None: none are."""
+        if any([sequence.request.wants_hidden for sequence in step.sequences]):
+            firsts = [*[first for first, _ in self._spans], len(self.sequences)]
+            self.hidden = HiddenRows(step, firsts)
         is_once = bool(step.chunks or self.beginners or self.drafts)
         self.decodes = None if is_once else step.decodes
-        self.batch = InputBatch(states, counts, [part.rows for part in self.prompt_parts])
+        prompts = [part.rows for part in self.prompt_parts]
+        hidden_rows = None if self.hidden is None else self.hidden.tokens
+        self.batch = InputBatch(states, counts, prompts, hidden_rows)
         outputs = [sequence.output for sequence in self.sequences]
         self.streamed = [row for row, output in enumerate(outputs) if output.is_streamed]
         self._deferred = [row for row, output in enumerate(outputs) if not output.is_streamed]

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from pyengine.engine.changes import Change, ChangeMode, Outcome
 from pyengine.engine.core import Engine
+from pyengine.engine.input_processor import InputProcessor
 from pyengine.errors import ConfigurationError, EngineAsleepError, WeightUpdateError
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.memory import give_back_freed_memory
@@ -20,7 +21,6 @@ from pyengine.kv_cache.pool import KVPool
 from pyengine.models.decoder.model import DecoderModel
 from pyengine.models.decoder.update import NamedTensors, StagedWeights
 from pyengine.models.loaded import LoadedModel
-from pyengine.request.prompt_logprobs import PromptLogprobCache
 
 NewWeights: TypeAlias = NamedTensors | str | Path
 """A folder with all weights, or tensors by name."""
@@ -45,7 +45,7 @@ class WeightChanges:
         engine: Engine,
         loaded: LoadedModel,
         manager: BlockManager,
-        kept: PromptLogprobCache,
+        processor: InputProcessor,
         *,
         pool: KVPool | None,
         rekey: Callable[[_Properties], None] | None = None,
@@ -54,7 +54,8 @@ class WeightChanges:
         """`rekey` tells a store the properties of new weights. `refusal` is why the engine cannot
         sleep; empty: it can. Without a `pool` here the model is divided."""
         self._engine, self._loaded, self._manager = engine, loaded, manager
-        self._kept, self._pool, self._rekey, self._refusal = kept, pool, rekey, refusal
+        self._processor, self._pool = processor, pool
+        self._rekey, self._refusal = rekey, refusal
         self._properties: _Properties = loaded.properties
         self._lock = Lock()
         """Held by the one change that is under way."""
@@ -121,7 +122,7 @@ class WeightChanges:
         """Make all KV so far that of an earlier version of the block manager's."""
         self._manager.advance_weights_version()
         self._engine.drop_kept()
-        self._kept.clear()
+        self._processor.forget_results()
         if self._rekey is not None:
             self._rekey(self._properties)
         return self._engine.weights_version

@@ -20,7 +20,7 @@ from pyengine.sampling.state import SamplingState
 from pyengine.sampling.token_masks import MaskFiller, TokenMasks
 from pyengine.utils.device_arrays import device_of
 from pyengine.utils.devices import CPU, Device, on_device
-from pyengine.utils.host_copy import upload
+from pyengine.utils.host_copy import float32_copy, upload
 
 T = TypeVar("T")
 
@@ -44,16 +44,19 @@ class InputBatch:
         states: Sequence[SamplingState],
         counts: Sequence[int],
         prompts: Sequence[PromptRows] = (),
+        hidden_rows: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """`states` has one entry for each token, `counts` one for each row of logits: its tokens.
 
-        Several sequences of one prompt draw from the same row.
+        Several sequences of one prompt draw from the same row. `hidden_rows` are the step's tokens
+        whose hidden states are wanted.
         """
         self.sampling = SamplingBatch(states)
         is_repeated = len(counts) != len(states)
         self.repeats = np.array(counts, dtype=np.int64) if is_repeated else None
         """The number of tokens of each row of logits; None: one."""
         self.prompts = prompts
+        self.hidden_rows = hidden_rows
 
     def repeated(self, logits: Any) -> Any:
         """The logits that each token is drawn from, if there are `repeats`."""
@@ -128,7 +131,13 @@ class Executor:
         """
         batch, prompts = step.batch, step.batch.prompts
         extra = np.concatenate([part.rows for part in prompts]) if prompts else None
-        forward = self.runner.prepare(step.plan, extra_rows=extra, mtp=step.mtp, states=step.states)
+        forward = self.runner.prepare(
+            step.plan,
+            extra_rows=extra,
+            hidden_rows=batch.hidden_rows,
+            mtp=step.mtp,
+            states=step.states,
+        )
         masks: TokenMasks | None = None
         if batch.sampling.matchers:
             masks = TokenMasks(batch.sampling.matchers, batch.sampling.vocab_size, self._masks)
@@ -143,9 +152,10 @@ class Executor:
             logits = forward(known)
             # At once: the logits are large.
             of_prompts = _prompt_logprobs(prompts, logits.extra) if prompts else None
+            hidden = None if logits.hidden is None else float32_copy(logits.hidden)
             rows = logits.sampling if batch.repeats is None else batch.repeated(logits.sampling)
             sampled = sample(rows, batch.sampling, step.positions, masks)
-            sampled.pending_prompts = of_prompts
+            sampled.pending_prompts, sampled.pending_hidden = of_prompts, hidden
             return sampled
 
         step.work = self._enqueue(work)

@@ -34,11 +34,13 @@ class StepLogits:
 
     `sampling` is `[S, vocab]`, one row per sample of the plan, in its order. `extra` is
     `[E, vocab]`, the requested further rows, in their order. If the runner replays a graph they are
-    its memory: valid until the next step runs.
+    its memory: valid until the next step runs. So is `hidden`, `[R, hidden]`: the states after the
+    last norm of the requested tokens; None if none were requested.
     """
 
     sampling: Any
     extra: Any
+    hidden: Any = None
 
 
 Forward: TypeAlias = Callable[[Any], StepLogits]
@@ -54,15 +56,17 @@ class Runner(Protocol):
         plan: Plan,
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
+        hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
     ) -> Forward:
         """Read everything from `plan`; the result computes its tokens.
 
         `extra_rows` are further rows of logits, in `0 .. num_tokens` (for the log-probabilities of
-        a prompt). MTP layers compute the same tokens from the states in `mtp`, and keep theirs
-        there. `states` are the slots of a model with recurrent layers; None: no state is read or
-        kept.
+        a prompt); `hidden_rows` are tokens, in the same range, whose hidden states are wanted: such
+        a step runs without graphs and uncompiled. MTP layers compute the same tokens from the
+        states in `mtp`, and keep theirs there. `states` are the slots of a model with recurrent
+        layers; None: no state is read or kept.
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
@@ -87,6 +91,15 @@ class ForwardPass:
             return self.compiled(inputs, context)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
         return self._model(ids, positions, rows, context)
+
+    def with_hidden(
+        self, inputs: StepInputs, metadata: AttentionMetadata, hidden_rows: Any
+    ) -> tuple[Any, Any]:
+        """The same, and the hidden states of `hidden_rows`; it is never compiled."""
+        states = None if self._states is None else self._states.inputs(inputs)
+        context = PagedContext(metadata, self._windows, states=states)
+        ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
+        return self._model.with_hidden(ids, positions, rows, hidden_rows, context)
 
 
 class ModelRunner:
@@ -208,6 +221,7 @@ class ModelRunner:
         plan: Plan,
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
+        hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
     ) -> Forward:
@@ -215,15 +229,17 @@ class ModelRunner:
         copies = plan.copies()
         step_states = None if states is None else StepStates(cast("StatePlan", plan), states)
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
+        wanted = hidden_rows if hidden_rows is not None and len(hidden_rows) else None
+        is_plain = extra is None and wanted is None
         padding = None
-        if self.graphs is not None and self.graphs.sizes and extra is None:
+        if self.graphs is not None and self.graphs.sizes and is_plain:
             padding = self.graphs.padding(plan)
         filled = self.buffers.fill(plan, padding, step_states)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_tokens, num_samples = plan.num_tokens, plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
         compute: Callable[[StepInputs, AttentionMetadata], Any] = self._forward
-        pieces = self.piecewise if padding is None else None
+        pieces = self.piecewise if padding is None and wanted is None else None
         if pieces is not None and pieces.sizes and pieces.fits(num_tokens, num_rows):
             compute = pieces.run
 
@@ -235,6 +251,7 @@ class ModelRunner:
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=with_known(inputs.input_ids, sampled))
+            hidden = None
             if padding is not None:
                 assert self.graphs is not None
                 logits = self.graphs.run(inputs)
@@ -245,14 +262,19 @@ class ModelRunner:
                 metadata = self._backend.metadata(
                     inputs if self._backend.takes_arrays else inputs.tensors()
                 )
+                tokens = None
+                if wanted is not None:
+                    tokens = upload(wanted, device_of(inputs.logits_indices))
                 if self._mtp is not None:
-                    logits = self._mtp.forward(inputs, metadata, mtp)
+                    logits, hidden = self._mtp.forward(inputs, metadata, mtp, tokens)
+                elif tokens is not None:
+                    logits, hidden = self._forward.with_hidden(inputs, metadata, tokens)
                 else:
                     logits = compute(inputs, metadata)
             if step_states is not None:
                 step_states.after(self.pool)
             first_extra = num_samples if extra is not None else len(logits)  # else padding
-            return StepLogits(logits[:num_samples], logits[first_extra:])
+            return StepLogits(logits[:num_samples], logits[first_extra:], hidden)
 
         return self._on_its_device(forward) if self._is_on_cuda else forward
 

@@ -91,14 +91,22 @@ class MTPLayers:
         self._size = loaded.hidden_size
         self._dtype = loaded.dtype
 
-    def forward(self, inputs: StepInputs, metadata: AttentionMetadata, step: MTPStep | None) -> Any:
-        """The logits of `inputs.logits_indices`; the MTP layers compute the step's tokens, too.
+    def forward(
+        self,
+        inputs: StepInputs,
+        metadata: AttentionMetadata,
+        step: MTPStep | None,
+        hidden_rows: Any = None,
+    ) -> tuple[Any, Any]:
+        """The logits of `inputs.logits_indices`, and the model's hidden states of `hidden_rows`.
 
-        `step` has the states before them, and receives the states for later steps.
+        The MTP layers compute the step's tokens, too: `step` has the states before them, and
+        receives the states for later steps.
         """
         states = self._model.hidden_states(inputs.input_ids, inputs.positions, metadata)
         self._extend(states, inputs, step)
-        return self._model.logits(states[inputs.logits_indices])
+        hidden = None if hidden_rows is None else states[hidden_rows]
+        return self._model.logits(states[inputs.logits_indices]), hidden
 
     def _extend(self, hidden: Any, inputs: StepInputs, step: MTPStep | None) -> None:
         """Compute the MTP layers' keys and values of a step, from its hidden states."""

@@ -25,6 +25,7 @@ from pyengine.models.decoder.dummy import refuse_quantised
 from pyengine.models.kv_scales import is_kv_scale, read_kv_scales
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.placement import DtypeChoice, check_dummy_memory, choose_dtype, kv_shards
+from pyengine.models.pooling import read_pooling
 from pyengine.models.source import ModelSource
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer
 from pyengine.models.transformers_calls import load_errors, quiet_transformers, read_object
@@ -83,6 +84,27 @@ class FallbackModel:
             self.check_attended(paged)
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def with_hidden(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        hidden_rows: torch.Tensor,
+        paged: PagedContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Model.with_hidden`: the first result of the module's decoder."""
+        hidden: list[torch.Tensor] = []
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            hidden.append(output[0][0, hidden_rows])
+
+        hook = self.module.get_decoder().register_forward_hook(keep)
+        try:
+            logits = self(ids, positions, rows, paged)
+        finally:
+            hook.remove()
+        return logits, hidden[-1]
 
     def check_attended(self, context: PagedContext) -> None:
         """See `Model.check_attended`: a layer may keep its state elsewhere."""
@@ -233,6 +255,7 @@ def _loaded(
         dtype=choice.dtype,
         dtype_reason=choice.reason,
         default_sampling=default_sampling(folder),
+        pooling=read_pooling(folder),
     )
 
 

@@ -11,6 +11,7 @@ from pyengine.kv_cache.states import StateSpec
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
 from pyengine.models.model import Model
+from pyengine.models.pooling import PoolingConfig
 from pyengine.utils.devices import Device
 from pyengine.utils.dtypes import DType
 
@@ -45,6 +46,7 @@ class LoadedModel:
     - `kv_scales`: those of an 8-bit KV cache.
     - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are random.
+    - `pooling`: the defaults of its embeddings, and its classifier.
     """
 
     model: Model
@@ -71,3 +73,4 @@ class LoadedModel:
     states: tuple[StateSpec, ...] = ()
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)

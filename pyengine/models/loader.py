@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -38,6 +39,7 @@ from pyengine.models.placement import (
     choose_dtype,
     resolve_device,
 )
+from pyengine.models.pooling import PoolingConfig, read_pooling
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.tokenizer import eos_token_ids, load_tokenizer, tokenizer_of_gguf
 from pyengine.utils.beside import beside
@@ -266,6 +268,7 @@ def _load(
         products=ops.products,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
+        pooling=_pooling(source, opened),
     )
 
 
@@ -280,6 +283,13 @@ def _no_new_weights(
     if kernels.is_compiled and device.type == "cpu":
         return "compile=True: the compiled model holds its weights; leave compile out"
     return ""
+
+
+def _pooling(source: ModelSource, opened: OpenedModel) -> PoolingConfig:
+    classifier = opened.classifier
+    generates = opened.has_head and classifier is None
+    of_folder = PoolingConfig() if source.is_gguf else read_pooling(source.folder)
+    return replace(of_folder, classifier=classifier, generates=generates)
 
 
 class _Texts(NamedTuple):

@@ -31,6 +31,15 @@ class Model(Protocol):
         `positions` are `[T]`, and `paged` is the attention of the step. The first three are int64.
         """
 
+    def with_hidden(
+        self, ids: Any, positions: Any, rows: Any, hidden_rows: Any, paged: PagedContext
+    ) -> tuple[Any, Any]:
+        """The same logits, and hidden states `[R, hidden]` after the model's last norm.
+
+        They are those of `hidden_rows`, int64 `[R]`, among the tokens. The next call may reuse
+        their memory.
+        """
+
     def check_attended(self, context: PagedContext) -> None:
         """Raise `ConfigurationError` if a layer did not attend in the step of `context`."""
 

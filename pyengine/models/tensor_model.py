@@ -31,6 +31,15 @@ class TensorModel:
         return _like(self._model(*inputs, paged), ids)
 
     @torch.inference_mode()
+    def with_hidden(
+        self, ids: Any, positions: Any, rows: Any, hidden_rows: Any, paged: PagedContext
+    ) -> tuple[Any, Any]:
+        """See `Model`."""
+        inputs = tensor_of(ids), tensor_of(positions), tensor_of(rows), tensor_of(hidden_rows)
+        logits, hidden = self._model.with_hidden(*inputs, paged)
+        return _like(logits, ids), _like(hidden, ids)
+
+    @torch.inference_mode()
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel`."""
         states = self._model.hidden_states(tensor_of(ids), tensor_of(positions), metadata)

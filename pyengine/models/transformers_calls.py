@@ -76,7 +76,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in the JSON file at `path`.
+    """The object in the JSON file at `path`. Raises `ModelLoadError` as `read_value`."""
+    value = read_value(path)
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} cannot be used: it has no object in it; get it again")
+    return value
+
+
+def read_value(path: Path) -> Any:
+    """The value in the JSON file at `path`.
 
     Raises `ModelLoadError` for a file that is missing, no regular file, too long, or damaged.
     """
@@ -88,12 +96,9 @@ def read_object(path: Path) -> dict[str, Any]:
                 f"{path} has {size} bytes, and no such file has more than {_LONGEST_JSON}: "
                 "get it again"
             )
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be used: {error}; get it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} cannot be used: it has no object in it; get it again")
-    return value
 
 
 def required_code(settings: dict[str, Any], purpose: str) -> str:

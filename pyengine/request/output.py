@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pyengine.outputs import CONTEXT_FULL, CompletionOutput, FinishReason, Logprob
 from pyengine.request.detokenizer import IncrementalDetokenizer
 from pyengine.request.token_bytes import TokenTexts, token_texts
@@ -47,9 +50,9 @@ class SequenceOutput:
     """The output of one sequence. Tokens enter it by `append` and `extend` alone."""
 
     __slots__ = (
-        *("_cumulative", "_detokenizer", "_drops_last", "_index", "_is_end_emitted", "_logprobs"),
-        *("_num_decoded", "_num_taken", "finish_reason", "is_streamed", "rules", "sampling"),
-        *("stop_reason", "token_ids", "weights_versions"),
+        *("_cumulative", "_detokenizer", "_drops_last", "_hidden", "_index", "_is_end_emitted"),
+        *("_logprobs", "_num_decoded", "_num_taken", "finish_reason", "is_streamed", "rules"),
+        *("sampling", "stop_reason", "token_ids", "weights_versions"),
     )
 
     def __init__(self, rules: OutputRules, index: int, sampling: SamplingState) -> None:
@@ -62,13 +65,14 @@ class SequenceOutput:
         """True if its tokens are appended one by one; those of other sequences are buffered.
 
         So it is if its sink streams, a stop string may end it, tokens change later logits, and with
-        drafts or log-probabilities.
+        drafts, log-probabilities or hidden states.
         """
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)
         """See `CompletionOutput`."""
         self._logprobs: list[dict[int, Logprob]] = []
+        self._hidden: list[npt.NDArray[np.float32]] = []
         self._cumulative = 0.0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._num_taken = self._num_decoded = 0
@@ -102,6 +106,11 @@ class SequenceOutput:
         elif num_output >= rules.max_output:
             self.finish("length", rules.length_reason)
         return self.finish_reason is not None
+
+    def add_hidden(self, state: npt.NDArray[np.float32] | None) -> None:
+        """Add the hidden state `[hidden]` before the next token, if it is wanted."""
+        if state is not None and self.rules.max_output:
+            self._hidden.append(state)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that neither end the sequence nor change later logits."""
@@ -161,6 +170,7 @@ class SequenceOutput:
     def _from(self, first: int, text: str) -> CompletionOutput:
         """The output from a token on."""
         wants_logprobs = self.rules.params.logprobs is not None
+        hidden = self._hidden[first:]
         return CompletionOutput(
             index=self._index,
             text=text,
@@ -170,4 +180,5 @@ class SequenceOutput:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             weights_versions=self.weights_versions,
+            hidden_states=np.stack(hidden) if hidden else None,
         )

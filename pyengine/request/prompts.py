@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
+from pyengine.pooling_params import PoolingParams
 from pyengine.request.untrusted_calls import raise_tokenizer_error, tokenizer_errors, within
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils import validation
@@ -17,6 +18,7 @@ from pyengine.utils.validation import is_integer
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` (text) or `prompt_token_ids`, and `cache_salt`."""
+_Params = TypeVar("_Params", SamplingParams, PoolingParams)
 
 _LONGEST_TRUSTED = 1000
 """Maximum length of a text that needs no time limit, in characters: the tokenizers library stops
@@ -266,27 +268,26 @@ def shown(value: Any) -> str:
 
 
 def match_params(
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    num_prompts: int,
-    default: SamplingParams,
-) -> list[SamplingParams]:
-    """One set of sampling parameters per prompt."""
+    params: _Params | Sequence[_Params] | None, num_prompts: int, default: _Params
+) -> list[_Params]:
+    """One set of parameters per prompt, of the kind of `default`."""
+    kind = type(default)
+    name = "sampling_params" if kind.__name__ == "SamplingParams" else "pooling_params"
     if params is None:
         params = default
-    if isinstance(params, SamplingParams):
+    if isinstance(params, kind):
         return [params] * num_prompts
     given: Any = params
     several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for value in several:
-        if not isinstance(value, SamplingParams):
+        if not isinstance(value, kind):
             raise InvalidRequestError(
-                f"sampling_params holds {shown(value)}: give SamplingParams(...), one for all "
+                f"{name} holds {shown(value)}: give {kind.__name__}(...), one for all "
                 "prompts or one for each"
             )
     if len(several) != num_prompts:
         raise InvalidRequestError(
-            f"{len(several)} sampling_params for {num_prompts} prompts: "
-            "give one for all, or one for each"
+            f"{len(several)} {name} for {num_prompts} prompts: give one for all, or one for each"
         )
     return several
 

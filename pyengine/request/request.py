@@ -18,9 +18,12 @@ from pyengine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from pyengine.pooling_params import Pooling
 from pyengine.request.cache_hints import NO_HINTS, CacheHints, KeptPrefix
 from pyengine.request.output import OutputRules, SequenceOutput
+from pyengine.request.prompt_entries import PromptEntries
 from pyengine.request.prompt_logprobs import PromptLogprobs
+from pyengine.request.prompt_states import AllStates, PromptStates, States
 from pyengine.request.prompts import Prompt
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
@@ -53,6 +56,8 @@ class RequestOptions:
     cache_hints: CacheHints = NO_HINTS
     is_internal: bool = False
     """True for a request of the engine itself: its blocks are not stored."""
+    pooling: Pooling | None = None
+    """The hidden states of the prompt that are wanted, for a request without output."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +167,33 @@ class SequenceState:
         return len(self.token_ids) == output > 0
 
 
+@dataclass(frozen=True, slots=True)
+class PromptResults:
+    """What a request wants of its prompt's tokens.
+
+    `scores` is the source of their log-probabilities, `states` receives their hidden states; None
+    if not wanted. `max_chunk` are the most tokens of all prompts with such a bound that a step
+    computes.
+    """
+
+    scores: PromptLogprobs | None = None
+    states: PromptStates | None = None
+    max_chunk: float = inf
+
+    @property
+    def entries(self) -> PromptEntries | None:
+        """Results of each token that may be known from earlier requests, if such are wanted."""
+        return self.scores or (None if self.states is None else self.states.entries)
+
+    @property
+    def read_cache(self) -> bool:
+        """False if the logits or the hidden states of all tokens are needed."""
+        return self.scores is None and (self.states is None or self.states.reads_cache)
+
+
+NO_RESULTS = PromptResults()
+
+
 class Request:
     """A prompt and its sequences, from the queue to the last token.
 
@@ -172,7 +204,7 @@ class Request:
     Until the prompt is computed only the first sequence runs; then the others are forked from it.
     A request is admitted when all of them may run. `namespace` separates its blocks
     from those of other namespaces. With `read_cache` off every prompt token is computed, cached or
-    not, except those that `scores` allows.
+    not, except those that `prompt_entries` allow.
     """
 
     def __init__(
@@ -181,13 +213,9 @@ class Request:
         prompt: Prompt,
         rules: OutputRules,
         options: RequestOptions,
-        scores: PromptLogprobs | None = None,
-        max_chunk: float = inf,
+        results: PromptResults = NO_RESULTS,
     ) -> None:
-        """`scores` is the source of the prompt's log-probabilities; None if not requested.
-
-        `max_chunk` are the most tokens of all prompts with such a bound that a step computes.
-        """
+        """`results` are what is wanted of the prompt's tokens."""
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = prompt.token_ids
@@ -200,8 +228,11 @@ class Request:
         self.is_internal = options.is_internal
         self.max_tokens = len(prompt.token_ids) + rules.max_output
         """The most tokens of a sequence, the prompt's included."""
-        self.scores, self.max_chunk = scores, max_chunk
-        self.read_cache = rules.params.prompt_logprobs is None  # these need the logits
+        self.scores, self.max_chunk = results.scores, results.max_chunk
+        self.prompt_states, self.prompt_entries = results.states, results.entries
+        self.wants_hidden = bool(results.states or rules.params.return_hidden_states)
+        """True if hidden states of some steps are wanted."""
+        self.read_cache = results.read_cache
         self.num_sequences = rules.params.n
         self.arrival_time = monotonic()
         self.sequences: list[SequenceState] = []
@@ -260,6 +291,15 @@ class Request:
         for sequence in self.unfinished:
             sequence.output.finish(reason, stop_reason)
 
+    def restart_prompt(self) -> None:
+        """Forget what is known of its prompt, unless it has output: other weights compute it."""
+        if any([len(sequence.token_ids) for sequence in self.sequences]):
+            return
+        self.result.prompt_logprobs = [None]
+        for results in (self.scores, self.prompt_states):
+            if results is not None:
+                results.restart()
+
     def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
         """Append log-probabilities of the prompt's tokens from position `first` on."""
         assert self.scores is not None
@@ -309,7 +349,12 @@ class Request:
             error=result.error,
             cache=result.cache,
             pin_error=None if result.pin_error is None else str(result.pin_error),
+            prompt_hidden_states=self._prompt_hidden(),
         )
+
+    def _prompt_hidden(self) -> States | None:
+        """The hidden states of all tokens of the prompt, if they are wanted and computed."""
+        return self.prompt_states.result if isinstance(self.prompt_states, AllStates) else None
 
 
 def requests_of(sequences: Iterable[SequenceState]) -> list[Request]:

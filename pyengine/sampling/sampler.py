@@ -1,7 +1,7 @@
 """The sampler: a batch of logits in, one token per request out; log-probabilities on request."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -160,6 +160,9 @@ class Sampled:
         """Log-probabilities of the prompts in the step."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """The same after `wait`, one prompt after the other."""
+        self.pending_hidden: Callable[[], npt.NDArray[np.float32]] | None = None
+        self.hidden: npt.NDArray[np.float32] | None = None
+        """After `wait` the hidden states that the step was asked for: float32 [R, hidden]."""
         self._chosen = chosen
         self._copy = None if isinstance(token_ids, np.ndarray) else HostCopy([token_ids, chosen])
         self._rows = rows
@@ -179,6 +182,8 @@ class Sampled:
                 self.logprobs[row] = entry
         if self.pending_prompts is not None:
             self.prompt_logprobs = self.pending_prompts.result()
+        if self.pending_hidden is not None:
+            self.hidden = self.pending_hidden()
         return self
 
 

@@ -524,8 +524,8 @@ class Scheduler:
         num_cached = num_attached + answer.num_cached_tokens
         entry = step.add_prefill(sequence, answer.num_tokens, num_cached)
         entry.num_attached, entry.num_attached_blocks = num_attached, num_blocks
-        if request.scores is not None:
-            request.scores.pre_register(request.sequences[0])
+        if request.prompt_entries is not None:
+            request.prompt_entries.pre_register(request.sequences[0])
         return entry
 
     def _seqs_left(self) -> int:
@@ -594,7 +594,8 @@ class Scheduler:
         """
         request = sequence.request
         _release_blocks(sequence)  # an interrupt may have left some
-        max_tokens = 0 if request.scores is None else request.scores.readable_tokens()
+        entries = request.prompt_entries
+        max_tokens = 0 if entries is None else entries.readable_tokens()
         if not max_tokens:
             return 0, 0
         size = self._manager.block_size
@@ -671,8 +672,8 @@ class Scheduler:
             if self._is_held is not None and self._is_held(sequence):
                 continue
             request = sequence.request
-            scores = request.scores if may_await else None
-            is_awaiting = scores is not None and scores.awaits_prefix()
+            entries = request.prompt_entries if may_await else None
+            is_awaiting = entries is not None and entries.awaits_prefix()
             if not is_awaiting and step.num_bounded < request.max_chunk:
                 yield sequence
                 continue

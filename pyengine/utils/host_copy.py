@@ -1,12 +1,13 @@
 """Copies between host and device that do not wait for queued work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.utils.devices import CPU, Device, for_torch
+from pyengine.utils.dtypes import widened
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,23 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
+
+
+def float32_copy(rows: Any) -> Callable[[], npt.NDArray[np.float32]]:
+    """A copy of floats of any kind on the host, in float32; the result waits for it.
+
+    An array is copied at once. The copy of a tensor is queued after the work that makes it.
+    """
+    if isinstance(rows, np.ndarray):
+        own = np.array(widened(rows))
+        return lambda: own
+    copy = HostCopy([rows.float() if rows.device.type == "cuda" else rows.float().clone()])
+
+    def wait() -> npt.NDArray[np.float32]:
+        on_host: npt.NDArray[np.float32] = copy.wait()[0].numpy()
+        return on_host
+
+    return wait
 
 
 def _pinned_copy(tensor: "torch.Tensor") -> "torch.Tensor":

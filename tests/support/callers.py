@@ -14,6 +14,7 @@ from pyengine.engine import client as frontend_module
 from pyengine.engine.builder import BuiltEngine
 from pyengine.engine.client import EngineClientBase
 from pyengine.llm import LLM
+from pyengine.models.pooling import PoolingConfig
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench
 
@@ -23,6 +24,7 @@ class _Loaded:
         self.path = Path("nowhere")
         self.gguf = None
         self.tokenizer = tokenizer
+        self.pooling, self.hidden_size = PoolingConfig(), 4
 
 
 class FakeModel:

@@ -18,7 +18,7 @@ from pyengine.executor.kv_cache_config import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.llm import LLM
 from pyengine.outputs import RequestOutput
-from pyengine.request.prompt_logprobs import PromptLogprobCache
+from pyengine.request.prompt_entries import PromptEntryCache
 from pyengine.request.prompts import Prompt
 from pyengine.request.request import OutputSink, Request, RequestOptions
 from pyengine.sampling_params import SamplingParams
@@ -233,5 +233,5 @@ def make_bench(
 def make_processor(
     blocks: BlockManager, limits: ModelLimits, *, tokenizer: Any = None, seed: int = 0
 ) -> InputProcessor:
-    kept = PromptLogprobCache(blocks.num_blocks, blocks.block_size)
+    kept = PromptEntryCache(blocks.num_blocks, blocks.block_size)
     return InputProcessor(limits, kept, tokenizer=tokenizer, seed=seed)

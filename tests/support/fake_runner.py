@@ -88,7 +88,13 @@ class FakeRunner:
         """Tokens that were computed before the host knew them."""
 
     def prepare(
-        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+        self,
+        plan: Any,
+        *,
+        extra_rows: Any = None,
+        hidden_rows: Any = None,
+        mtp: Any = None,
+        states: Any = None,
     ) -> Forward:
         """Take what is needed of the plan; the rest happens when the device gets there."""
         self._sets.reverse()

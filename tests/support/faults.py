@@ -139,7 +139,13 @@ class FaultyRunner(FakeRunner):
         self._random = random
 
     def prepare(
-        self, plan: Any, *, extra_rows: Any = None, mtp: Any = None, states: Any = None
+        self,
+        plan: Any,
+        *,
+        extra_rows: Any = None,
+        hidden_rows: Any = None,
+        mtp: Any = None,
+        states: Any = None,
     ) -> Forward:
         forward, planned = super().prepare(plan, extra_rows=extra_rows), self._scheduler.planned
         arrays, copies = self._sets[0], plan.copies()

@@ -421,13 +421,17 @@ class DistributedRunner:
         plan: Plan,
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
+        hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
     ) -> Forward:
-        """See `Runner.prepare`. One step at a time: the workers do not learn the sampled tokens."""
+        """See `Runner.prepare`. One step at a time: the workers do not learn the sampled tokens.
+
+        Nor do they learn `hidden_rows`: every rank has all hidden states.
+        """
         self._workers.check()
         arrays = self._runner.buffers.arrays  # those that the step is written into
-        forward = self._runner.prepare(plan, extra_rows=extra_rows)
+        forward = self._runner.prepare(plan, extra_rows=extra_rows, hidden_rows=hidden_rows)
         message = pack_step(plan, arrays, extra_rows, self._runner.pool.block_size)
         return lambda sampled: self._run(forward, sampled, message)
 

@@ -1,7 +1,7 @@
 """From a folder to a spec, and to a decoder with its weights, without transformers."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ from pyengine.models.decoder.ranks import WHOLE, Rank, divided
 from pyengine.models.decoder.settings import BeyondTableError, Settings
 from pyengine.models.decoder.spec import DecoderSpec
 from pyengine.models.decoder.weights import NoKernels, Weights
+from pyengine.models.pooling import (
+    Classifier,
+    has_classifier,
+    is_for_pooling,
+    read_classifier,
+)
 from pyengine.models.transformers_calls import read_object
 from pyengine.utils.validation import shown
 
@@ -93,12 +99,16 @@ def names_of(spec: DecoderSpec) -> Names:
 class OpenedModel:
     """A model whose tensors all exist; none is read yet.
 
-    `formats` are those of quantised weights, as text; empty: all are floats.
+    `formats` are those of quantised weights, as text; empty: all are floats. `classifier` is in
+    place of a head, if there is one.
     """
 
     spec: DecoderSpec
     weights: Weights
     formats: str = ""
+    classifier: Classifier | None = None
+    has_head: bool = True
+    """False: the files have no head, and the decoder takes the embedding in its place."""
 
     def decoder(
         self, kernels: Kernels, rank: Rank = WHOLE, unchanged: Unchanged | None = None
@@ -137,8 +147,18 @@ def open_model(folder: Path, *, with_mtp_layers: bool = False) -> OpenedModel:
     names = names_of(spec)
     if with_mtp_layers:
         _check_mtp_layers(folder, spec, names, checkpoint)
+    classifier = None
+    if has_classifier(values):
+        classifier = read_classifier(values, checkpoint, str(path), spec.hidden_size)
+    has_head = spec.is_tied or _has_head(names, checkpoint)
+    if not has_head and (classifier is not None or is_for_pooling(folder, values)):
+        spec = replace(spec, is_tied=True)
     weights = checked_weights(spec, names, checkpoint, with_mtp_layers=with_mtp_layers)
-    return OpenedModel(spec, weights, checkpoint.formats)
+    return OpenedModel(spec, weights, checkpoint.formats, classifier, has_head)
+
+
+def _has_head(names: Names, tensors: Tensors) -> bool:
+    return Weights(tensors.named_from(names.base), names, NoKernels()).has("head")
 
 
 def no_mtp_layers(name: str, layers: int) -> ConfigurationError:

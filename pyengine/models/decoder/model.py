@@ -18,6 +18,7 @@ from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
 from pyengine.models.decoder.spec import Attention, DecoderSpec, Layer
 from pyengine.models.decoder.update import NamedTensors, StagedWeights, WeightSource, copy_into
+from pyengine.utils.device_arrays import concatenated
 from pyengine.utils.devices import Device
 from pyengine.utils.tensors import array_of, tensor_of
 
@@ -84,6 +85,17 @@ class DecoderModel:
                 copy_into(self._mtp_layers, staged.mtp_layers)
         self._source = replace(self._source, opened=staged.opened)
         staged.release()
+
+    def with_hidden(
+        self, ids: Any, positions: Any, rows: Any, hidden_rows: Any, paged: PagedContext
+    ) -> tuple[Any, Any]:
+        """See `Model.with_hidden`."""
+        decoder, count = self._decoder, len(rows)
+        both = concatenated([rows, hidden_rows])
+        metadata = self._adapted(paged)
+        states = decoder.hidden_states(ids, positions, metadata, paged.states, rows=both)
+        hidden = self._kept(states[count:])
+        return decoder.logits(states[:count]), hidden
 
     def hidden_states(self, ids: Any, positions: Any, metadata: AttentionMetadata) -> Any:
         """See `MTPModel.hidden_states`."""

@@ -96,6 +96,7 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
             for entry in left:
                 entry.num_tokens = len(entry.request.prompt_token_ids) + len(entry.token_ids) + 1
             step: Any = SimpleNamespace(
+                sequences=left,
                 sampling_sequences=left,
                 drafts={entry: each for entry, each in zip(left, drafts, strict=True) if each},
                 chunks=[],

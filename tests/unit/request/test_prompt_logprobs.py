@@ -10,7 +10,8 @@ import pytest
 from pyengine.engine import input_processor
 from pyengine.executor.model_runner import StepLogits
 from pyengine.outputs import RequestOutput
-from pyengine.request.prompt_logprobs import PromptLogprobCache, PromptLogprobs
+from pyengine.request.prompt_entries import PromptEntryCache
+from pyengine.request.prompt_logprobs import PromptLogprobs
 from pyengine.request.prompts import Prompt
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling_params import SamplingParams
@@ -389,7 +390,7 @@ def entries(tokens: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def test_the_cache_keeps_what_was_used_last_and_the_beginnings_of_prompts() -> None:
-    kept = PromptLogprobCache(4, 2)
+    kept = PromptEntryCache(4, 2)
     prompts = [Prompt(token_ids=[at, 1, 2, 3, 4, 5]) for at in (7, 8)]
     for prompt in prompts:
         scores = PromptLogprobs(kept, prompt, 1)
@@ -406,7 +407,7 @@ def test_the_cache_keeps_what_was_used_last_and_the_beginnings_of_prompts() -> N
 
 
 def test_a_position_that_was_computed_before_is_passed_over() -> None:
-    kept = PromptLogprobCache(16, 2)
+    kept = PromptEntryCache(16, 2)
     scores = PromptLogprobs(kept, Prompt(token_ids=[1, 2, 3, 4, 5]), 1)
     assert scores.extend(1, entries([2, 3])) == entries([2, 3])
     assert scores.extend(1, entries([2, 3, 4])) == entries([4])
