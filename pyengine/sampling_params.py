@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
 
 from pyengine.errors import InvalidRequestError
+from pyengine.utils.callables import takes
 from pyengine.utils.validation import (
     FLOAT32_MAX,
     FLOAT32_TINY,
@@ -24,6 +25,11 @@ from pyengine.utils.validation import (
 )
 
 FormatKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+LogitsProcessor: TypeAlias = Callable[..., Any]
+"""Called with the output tokens, a list, and the logits, float32 `[V]`; with those of the prompt
+before them if it takes three arguments. It returns the logits, or changes them in place."""
+StopCondition: TypeAlias = Callable[[list[int], str], bool | str | None]
+"""Called with the output tokens and the text so far; true, or a stop reason, ends the sequence."""
 
 MAX_FORMAT_BYTES = 1 << 16
 """The longest schema, expression or grammar, and all texts of a choice together, in UTF-8."""
@@ -187,10 +193,21 @@ class _TupleField(Generic[_Item]):
         def __set__(self, instance: object, value: _Item | Iterable[_Item] | None) -> None: ...
 
 
+def _processor_item(name: str, item: Any) -> LogitsProcessor:
+    if not callable(item) or not (takes(item, 2) or takes(item, 3)):
+        raise refuse(
+            name,
+            item,
+            "made of callables that take output tokens and logits, or prompt tokens before them",
+        )
+    return cast(LogitsProcessor, item)
+
+
 _TUPLES: Mapping[str, Callable[[str, Any], Any]] = {
     "stop": text_item,
     "stop_token_ids": token_item,
     "bad_words": text_item,
+    "logits_processors": _processor_item,
 }
 """The fields that are read as tuples, and the checks of their items."""
 
@@ -247,6 +264,12 @@ _RULES: Mapping[str, Rule] = {
         lambda x: -1 <= x < 2**31,
         "an integer of at least 0 (0: only the prompt's own tokens), -1 for the whole "
         "vocabulary, or None for none",
+        optional=True,
+    ),
+    "thinking_token_budget": Rule(
+        int,
+        lambda x: -1 <= x <= INT64_MAX,
+        "an integer of at least 0, or -1 or None for no limit",
         optional=True,
     ),
     "truncate_prompt_tokens": Rule(
@@ -324,6 +347,13 @@ class SamplingParams:
     """Keep only this many tokens at the end of the prompt; -1: as many as the model accepts."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint on the form of the answer, which ends when the form is complete."""
+    logits_processors: _TupleField[LogitsProcessor] = _TupleField()
+    """Callables that change the logits of each token, in order, before everything else does."""
+    stop_when: StopCondition | None = field(default=None, hash=False)
+    """Called after each token, beyond `min_tokens`: see `StopCondition`."""
+    thinking_token_budget: int | None = None
+    """Most tokens of thinking; then the end of the thinking is forced. 0: at once; -1: no limit.
+    For models with a known marker, like `</think>`."""
     speculate: bool = True
     """False: use no drafts for this request, if the engine has them. The tokens are the same."""
     cache_priority: int = 0
@@ -350,6 +380,11 @@ class SamplingParams:
             raise refuse("output_kind", self.output_kind, "a RequestOutputKind")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise refuse("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+        stop_when: Any = self.stop_when
+        if stop_when is not None and not (callable(stop_when) and takes(stop_when, 2)):
+            raise refuse(
+                "stop_when", self.stop_when, "a callable that takes output tokens and text"
+            )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -368,6 +403,12 @@ class SamplingParams:
                 self.stop,
                 "empty with detokenize=False, as it needs text to search: "
                 "set detokenize=True, or use stop_token_ids",
+            )
+        if self.limits_thinking and self.structured_outputs is not None:
+            raise refuse(
+                "thinking_token_budget",
+                self.thinking_token_budget,
+                "None or -1 with structured_outputs, whose form begins with the answer",
             )
         for word in self.bad_words:
             if word.isspace():
@@ -396,6 +437,16 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.has_penalties
         )
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether drafts may be used: logits processors are called once for each token."""
+        return self.speculate and not self.logits_processors
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether the tokens of thinking are counted."""
+        return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
 
     def num_logprobs(self, vocab_size: int) -> int | None:
         """How many log-probabilities each generated token reports; ``None``: none at all."""
