@@ -14,8 +14,9 @@ _MODULES = {
     "Prefilled Remapping ReplayReport Sequence SharedPrefixes Stats StepBuffers StepPlan Transfer "
     "replay",
     "pyengine.llm": "LLM",
-    "pyengine.outputs": "CompletionOutput RequestOutput",
-    "pyengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputs",
+    "pyengine.outputs": "BeamSearchOutput BeamSearchSequence CompletionOutput RequestOutput",
+    "pyengine.sampling_params": "BeamSearchParams RequestOutputKind SamplingParams "
+    "StructuredOutputs",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 _ENGINE = {"LLM", "AsyncEngine"}

@@ -516,3 +516,45 @@ def _checked_bias(bias: Any) -> dict[int, float]:
             raise refuse(f"logit_bias[{token}]", value, allowed)
         checked[int(token)] = float(value)
     return checked
+
+
+@refuses_unknown("beam search parameter")
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Settings of a beam search, with vLLM's names and defaults.
+
+    Raises :class:`InvalidRequestError` for a value that is out of range or has a wrong type.
+    """
+
+    beam_width: int
+    """How many beams, and results, there are."""
+    max_tokens: int
+    """Most tokens of the answer."""
+    ignore_eos: bool = False
+    """Continue after the model's end-of-sequence tokens."""
+    temperature: float = 0.0
+    """0: beams are ranked by the model's own log-probabilities, as in vLLM."""
+    length_penalty: float = 1.0
+    """A score is the total log-probability, divided by the length of prompt and answer to this
+    power."""
+    include_stop_str_in_output: bool = False
+    """True: the tokens include the end of sequence."""
+
+    def __post_init__(self) -> None:
+        for name, rule in _BEAM_RULES.items():
+            object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise refuse(name, getattr(self, name), "True or False")
+
+
+MAX_BEAM_WIDTH = 1024
+
+_BEAM_RULES: Mapping[str, Rule] = {
+    "beam_width": Rule(
+        int, lambda x: 1 <= x <= MAX_BEAM_WIDTH, f"an integer from 1 to {MAX_BEAM_WIDTH}"
+    ),
+    "max_tokens": Rule(int, lambda x: 1 <= x <= INT64_MAX, "an integer of at least 1"),
+    "temperature": Rule(float, lambda x: x == 0, "0: beam search does not draw"),
+    "length_penalty": Rule(float, lambda x: -10 <= x <= 10, "a number from -10 to 10"),
+}
