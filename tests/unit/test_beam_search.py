@@ -67,14 +67,15 @@ def assert_same(output: BeamSearchOutput, prompt: list[int], params: BeamSearchP
         assert len(item.logprobs) == num_steps
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 60])
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0, -1.0])
 @pytest.mark.parametrize("shows_end", [False, True])
+@pytest.mark.parametrize(
+    ("width", "length", "penalty"), [(2, 8, 1.0), (5, 7, 0.0), (5, 7, -1.0), (60, 3, 3.0)]
+)
 def test_the_best_sequences_are_found(
-    model: FakeModel, width: int, penalty: float, shows_end: bool
+    model: FakeModel, width: int, length: int, penalty: float, shows_end: bool
 ) -> None:
     params = BeamSearchParams(
-        width, 9, length_penalty=penalty, include_stop_str_in_output=shows_end
+        width, length, length_penalty=penalty, include_stop_str_in_output=shows_end
     )
     with model.llm() as llm:
         outputs = llm.beam_search(PROMPTS, params)
