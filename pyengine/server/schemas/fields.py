@@ -178,7 +178,9 @@ _ANSWER = (
     _honoured("speculate", "false: no speculative decoding; the tokens are the same"),
     _honoured("response_format", "text, json_object, json_schema"),
     _honoured("structured_outputs", "one of json, regex, choice, grammar"),
-    _refused_unless_empty("use_beam_search", "beam search is not supported", "`false`"),
+    _refused_unless_empty(
+        "use_beam_search", "beam search is not served; use LLM.beam_search", "`false`"
+    ),
     _ignored("length_penalty", "it is a parameter of beam search"),
     _refused_unless_empty("watermarking", "answers have no watermark", "`false`"),
     _honoured(
@@ -290,7 +292,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "max_length": "use max_tokens",
     "max_new_tokens": "use max_tokens",
     "max_output_tokens": "use max_tokens",
-    "num_beams": "there is no beam search",
+    "num_beams": "beam search is not served; use LLM.beam_search",
     "stop_sequences": "use stop",
     "stop_when": "code cannot be sent; use stop, or the Python API",
     "stopping_criteria": "code cannot be sent; use stop, or the Python API",
