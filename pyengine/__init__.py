@@ -14,10 +14,11 @@ _MODULES = {
     "Prefilled Remapping ReplayReport Sequence SharedPrefixes Stats StepBuffers StepPlan Transfer "
     "replay",
     "pyengine.llm": "LLM",
-    "pyengine.outputs": "ClassificationRequestOutput CompletionOutput EmbeddingRequestOutput "
-    "RequestOutput ScoringRequestOutput",
+    "pyengine.outputs": "BeamSearchOutput BeamSearchSequence ClassificationRequestOutput "
+    "CompletionOutput EmbeddingRequestOutput RequestOutput ScoringRequestOutput",
     "pyengine.pooling_params": "PoolingParams",
-    "pyengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputs",
+    "pyengine.sampling_params": "BeamSearchParams RequestOutputKind SamplingParams "
+    "StructuredOutputs",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 _ENGINE = {"LLM", "AsyncEngine"}

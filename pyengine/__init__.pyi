@@ -22,14 +22,27 @@ from pyengine.kv_cache import (
     replay,
 )
 from pyengine.llm import LLM
-from pyengine.outputs import CompletionOutput, RequestOutput
-from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
+from pyengine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
+from pyengine.sampling_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 __version__: str
 
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "BlockManager",
     "CompletionOutput",
     "Extended",

@@ -27,7 +27,8 @@ from pyengine.errors import (
     TenantQueueFullError,
     copy_error,
 )
-from pyengine.outputs import RequestOutput
+from pyengine.outputs import BeamSearchOutput, RequestOutput
+from pyengine.request.beam_search import first_logprobs, step_params
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from pyengine.request.prompts import (
     PromptLike,
@@ -37,7 +38,7 @@ from pyengine.request.prompts import (
     salted,
 )
 from pyengine.request.request import Request, RequestOptions
-from pyengine.sampling_params import SamplingParams
+from pyengine.sampling_params import BeamSearchParams, SamplingParams
 from pyengine.utils.validation import is_real
 
 T = TypeVar("T")
@@ -111,6 +112,31 @@ class AsyncEngine(EngineClientBase):
         with closing(self.submit([request])) as stream:
             async for item in stream:
                 yield item
+
+    async def beam_search(
+        self,
+        prompt: PromptLike,
+        params: BeamSearchParams,
+        *,
+        cache_salt: str | None = None,
+        priority: float = 0,
+        tenant: bytes = b"",
+    ) -> BeamSearchOutput:
+        """Find the most probable continuations of a prompt. See `LLM.beam_search`.
+
+        Raises as `generate` does; a step counts as a request for every beam.
+        """
+        step = step_params(params, self.model_limits.vocab_size)
+        parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
+        search = self._beam_search(parsed, params)
+        options = RequestOptions(priority=priority, tenant=tenant)
+        while beams := search.prompts:
+            make = self._input_processor.request
+            requests = [make(None, beam, step, options) for beam in beams]
+            with closing(self.submit(requests)) as stream:
+                outputs = {item.index: item async for item in stream}
+            search.advance([first_logprobs(outputs[at]) for at in range(len(beams))])
+        return search.output(self.tokenizer)
 
     async def pin(
         self, prompt: PromptLike, ttl: float = 300.0, *, cache_salt: str | None = None

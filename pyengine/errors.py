@@ -72,6 +72,13 @@ class StructuredOutputError(RequestFailedError):
     """
 
 
+class HookError(RequestFailedError):
+    """A logits processor or `stop_when` of a request failed; the other requests continued.
+
+    The message names the callable. Its error is the ``__cause__``.
+    """
+
+
 class ConfigurationError(PyEngineError, ValueError):
     """Engine settings contradict each other, or do not fit the model or the machine."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
@@ -17,12 +17,14 @@ from pyengine.engine.stats import EngineStats
 from pyengine.engine.weights import NewWeights
 from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import (
+    BeamSearchOutput,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
 )
 from pyengine.pooling_params import PoolingParams
+from pyengine.request.beam_search import first_logprobs, step_params
 from pyengine.request.chat_template import ChatOptions, Message, as_conversations, render_chat
 from pyengine.request.prompts import (
     Prompt,
@@ -36,7 +38,7 @@ from pyengine.request.prompts import (
 )
 from pyengine.request.request import Request, RequestOptions
 from pyengine.request.thinking import stripped_thinking
-from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pyengine.utils.progress import progress_bar
 
 Priorities = float | Sequence[float]
@@ -198,6 +200,34 @@ class LLM(EngineClientBase):
         scoring = self.pooler.scoring(first, second, pooling_params, options=options)
         self._run([pooling.request for pooling in scoring.requests], use_tqdm)
         return self.pooler.scored(scoring)
+
+    def beam_search(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Find the most probable continuations of every prompt, as vLLM does.
+
+        Returns the best sequences of each prompt, best first. Each step is a request of one token
+        for every beam; beams share the cached blocks of their common prefix. Raises as `generate`.
+        """
+        step = step_params(params, self._input_processor.limits.vocab_size)
+        searches = [
+            self._beam_search(parse_prompt(prompt, self.tokenizer), params)
+            for prompt in as_list(prompts)
+        ]
+        bar = progress_bar(params.max_tokens) if use_tqdm else None
+        with nullcontext() if bar is None else bar:
+            while any(beams := [search.prompts for search in searches]):
+                requests = self._requests(list(chain(*beams)), step, priority=0)
+                outputs = iter(self._run(requests, use_tqdm=False))
+                for search, prompts_of_step in zip(searches, beams, strict=True):
+                    if prompts_of_step:
+                        search.advance([first_logprobs(next(outputs)) for _ in prompts_of_step])
+                if bar is not None:
+                    bar.update()
+        return [search.output(self.tokenizer) for search in searches]
 
     def stream(
         self,

@@ -261,3 +261,29 @@ class ScoringRequestOutput(_PooledOutput):
     """The result of one pair from ``score``: the tokens are those of both texts."""
 
     outputs: ScoringOutput
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A sequence that beam search has found."""
+
+    tokens: list[int]
+    """Prompt and answer; without the end of sequence, unless it was asked for."""
+    logprobs: list[dict[int, Logprob]]
+    """For each token of the answer: the candidates, by token id."""
+    cum_logprob: float = 0.0
+    """Sum of the log-probabilities of the answer, its end included."""
+    text: str | None = None
+    """The text of ``tokens``; ``None`` without a tokenizer."""
+    finish_reason: FinishReason | None = None
+    """The end of sequence: "stop"; ``max_tokens``: "length"."""
+    stop_reason: int | str | None = None
+    """The token that ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The result of a beam search."""
+
+    sequences: list[BeamSearchSequence]
+    """At most ``beam_width``, the best first."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
 
 from pyengine.errors import InvalidRequestError
+from pyengine.utils.callables import takes
 from pyengine.utils.validation import (
     FLOAT32_MAX,
     FLOAT32_TINY,
@@ -24,6 +25,11 @@ from pyengine.utils.validation import (
 )
 
 FormatKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+LogitsProcessor: TypeAlias = Callable[..., Any]
+"""Called with the output tokens, a list, and the logits, float32 `[V]`; with those of the prompt
+before them if it takes three arguments. It returns the logits, or changes them in place."""
+StopCondition: TypeAlias = Callable[[list[int], str], bool | str | None]
+"""Called with the output tokens and the text so far; true, or a stop reason, ends the sequence."""
 
 MAX_FORMAT_BYTES = 1 << 16
 """The longest schema, expression or grammar, and all texts of a choice together, in UTF-8."""
@@ -187,10 +193,21 @@ class _TupleField(Generic[_Item]):
         def __set__(self, instance: object, value: _Item | Iterable[_Item] | None) -> None: ...
 
 
+def _processor_item(name: str, item: Any) -> LogitsProcessor:
+    if not callable(item) or not (takes(item, 2) or takes(item, 3)):
+        raise refuse(
+            name,
+            item,
+            "made of callables that take output tokens and logits, or prompt tokens before them",
+        )
+    return cast(LogitsProcessor, item)
+
+
 _TUPLES: Mapping[str, Callable[[str, Any], Any]] = {
     "stop": text_item,
     "stop_token_ids": token_item,
     "bad_words": text_item,
+    "logits_processors": _processor_item,
 }
 """The fields that are read as tuples, and the checks of their items."""
 
@@ -247,6 +264,12 @@ _RULES: Mapping[str, Rule] = {
         lambda x: -1 <= x < 2**31,
         "an integer of at least 0 (0: only the prompt's own tokens), -1 for the whole "
         "vocabulary, or None for none",
+        optional=True,
+    ),
+    "thinking_token_budget": Rule(
+        int,
+        lambda x: -1 <= x <= INT64_MAX,
+        "an integer of at least 0, or -1 or None for no limit",
         optional=True,
     ),
     "truncate_prompt_tokens": Rule(
@@ -324,6 +347,13 @@ class SamplingParams:
     """Keep only this many tokens at the end of the prompt; -1: as many as the model accepts."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint on the form of the answer, which ends when the form is complete."""
+    logits_processors: _TupleField[LogitsProcessor] = _TupleField()
+    """Callables that change the logits of each token, in order, before everything else does."""
+    stop_when: StopCondition | None = field(default=None, hash=False)
+    """Called after each token, beyond `min_tokens`: see `StopCondition`."""
+    thinking_token_budget: int | None = None
+    """Most tokens of thinking; then the end of the thinking is forced. 0: at once; -1: no limit.
+    For models with a known marker, like `</think>`."""
     speculate: bool = True
     """False: use no drafts for this request, if the engine has them. The tokens are the same."""
     cache_priority: int = 0
@@ -357,6 +387,11 @@ class SamplingParams:
             raise refuse("return_hidden_states", self.return_hidden_states, "'last', 'all' or None")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise refuse("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+        stop_when: Any = self.stop_when
+        if stop_when is not None and not (callable(stop_when) and takes(stop_when, 2)):
+            raise refuse(
+                "stop_when", self.stop_when, "a callable that takes output tokens and text"
+            )
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -375,6 +410,12 @@ class SamplingParams:
                 self.stop,
                 "empty with detokenize=False, as it needs text to search: "
                 "set detokenize=True, or use stop_token_ids",
+            )
+        if self.limits_thinking and self.structured_outputs is not None:
+            raise refuse(
+                "thinking_token_budget",
+                self.thinking_token_budget,
+                "None or -1 with structured_outputs, whose form begins with the answer",
             )
         for word in self.bad_words:
             if word.isspace():
@@ -403,6 +444,16 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.has_penalties
         )
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether drafts may be used: logits processors are called once for each token."""
+        return self.speculate and not self.logits_processors
+
+    @property
+    def limits_thinking(self) -> bool:
+        """Whether the tokens of thinking are counted."""
+        return self.thinking_token_budget is not None and self.thinking_token_budget >= 0
 
     def num_logprobs(self, vocab_size: int) -> int | None:
         """How many log-probabilities each generated token reports; ``None``: none at all."""
@@ -472,3 +523,45 @@ def _checked_bias(bias: Any) -> dict[int, float]:
             raise refuse(f"logit_bias[{token}]", value, allowed)
         checked[int(token)] = float(value)
     return checked
+
+
+@refuses_unknown("beam search parameter")
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Settings of a beam search, with vLLM's names and defaults.
+
+    Raises :class:`InvalidRequestError` for a value that is out of range or has a wrong type.
+    """
+
+    beam_width: int
+    """How many beams, and results, there are."""
+    max_tokens: int
+    """Most tokens of the answer."""
+    ignore_eos: bool = False
+    """Continue after the model's end-of-sequence tokens."""
+    temperature: float = 0.0
+    """0: beams are ranked by the model's own log-probabilities, as in vLLM."""
+    length_penalty: float = 1.0
+    """A score is the total log-probability, divided by the length of prompt and answer to this
+    power."""
+    include_stop_str_in_output: bool = False
+    """True: the tokens include the end of sequence."""
+
+    def __post_init__(self) -> None:
+        for name, rule in _BEAM_RULES.items():
+            object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise refuse(name, getattr(self, name), "True or False")
+
+
+MAX_BEAM_WIDTH = 1024
+
+_BEAM_RULES: Mapping[str, Rule] = {
+    "beam_width": Rule(
+        int, lambda x: 1 <= x <= MAX_BEAM_WIDTH, f"an integer from 1 to {MAX_BEAM_WIDTH}"
+    ),
+    "max_tokens": Rule(int, lambda x: 1 <= x <= INT64_MAX, "an integer of at least 1"),
+    "temperature": Rule(float, lambda x: x == 0, "0: beam search does not draw"),
+    "length_penalty": Rule(float, lambda x: -10 <= x <= 10, "a number from -10 to 10"),
+}

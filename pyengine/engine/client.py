@@ -21,11 +21,12 @@ from pyengine.engine.weights import ASLEEP, NewWeights
 from pyengine.errors import ConfigurationError, EngineClosedError, InvalidRequestError, copy_error
 from pyengine.kv_cache import TraceError
 from pyengine.outputs import CacheExplanation
+from pyengine.request.beam_search import BeamSearch
 from pyengine.request.cache_hints import CacheHints, KeptPrefix
 from pyengine.request.chat_template import ChatOptions, Message, render_chat
 from pyengine.request.prompts import Prompt, PromptLike, parse_prompt
 from pyengine.request.request import Request, RequestOptions
-from pyengine.sampling_params import SamplingParams, StructuredOutputs
+from pyengine.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 from pyengine.utils.openmp import release_threads
 from pyengine.utils.packaging import package_version
 from pyengine.utils.validation import is_real, shown
@@ -142,6 +143,11 @@ class EngineClientBase:
     def max_pinned_blocks(self) -> int:
         """The most blocks that all pins of callers keep."""
         return self._pins.limit
+
+    def _beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearch:
+        """The search from a prompt."""
+        limits = self._input_processor.limits
+        return BeamSearch(prompt, params, limits.eos_token_ids, limits.max_model_len)
 
     def _pin_request(self, prompt: Prompt, ttl: float) -> Request:
         """A request that computes a prompt and pins it. Raises `InvalidRequestError`."""

@@ -8,7 +8,12 @@ from typing import Any
 from pyengine.engine.changes import Change, Changes, has_begun
 from pyengine.engine.deadlines import Deadlines
 from pyengine.engine.input_processor import refuse_taken
-from pyengine.engine.output_processor import OutputProcessor, lost_grammars
+from pyengine.engine.output_processor import (
+    OutputProcessor,
+    failed_processors,
+    lost_grammars,
+    without_choice,
+)
 from pyengine.engine.parts import EnginePart, EngineParts
 from pyengine.engine.recovery import StepRecovery
 from pyengine.engine.stats import EngineObserver, EngineStats, EngineView, StepResult, view_of
@@ -313,8 +318,7 @@ class Engine:
         """End the requests without a token to choose; after a draft, only disable drafts."""
         broken = [rows.sequences[row] for row in error.rows if row not in rows.ahead]
         for request in requests_of(broken):
-            has_grammar = request.params.structured_outputs is not None
-            self._fail(request, StructuredOutputError(str(error)) if has_grammar else error)
+            self._fail(request, without_choice(request, error))
         sequences = dict.fromkeys([rows.sequences[row] for row in error.rows])
         going_on = [sequence for sequence in sequences if sequence.output.finish_reason is None]
         for part in self._parts.all:
@@ -335,10 +339,15 @@ class Engine:
         if rows.batch.sampling.matchers:
             for request, message in lost_grammars(rows).items():
                 self._fail(request, StructuredOutputError(message))
+        if rows.batch.sampling.processors:
+            for request, error in failed_processors(rows).items():
+                self._fail(request, error)
         appended = self._output.append(submitted)
         for request in appended.begun:
             self._begin_output(request)
         finished = self._finish(appended.ended) if appended.ended else []
+        for request, error in appended.failed.items():
+            self._fail(request, error)
         if rows.streamed:
             self._output.emit(rows)
         self.num_new_tokens += appended.num_new_tokens

@@ -120,7 +120,7 @@ class Drafting(EnginePart):
 
     def _speculates(self, sequence: SequenceState) -> bool:
         """True if the next tokens of a sequence may be drafted."""
-        return sequence.request.params.speculate and sequence not in self._disabled
+        return sequence.request.params.may_speculate and sequence not in self._disabled
 
     def _disable(self, sequence: SequenceState, reason: object) -> None:
         """Run a sequence without drafts from now on, and log the reason."""

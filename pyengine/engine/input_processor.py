@@ -19,9 +19,12 @@ from pyengine.request.prompt_logprobs import PromptLogprobs
 from pyengine.request.prompt_states import AllStates, LastState, MeanState, PromptStates
 from pyengine.request.prompts import Prompt
 from pyengine.request.request import PromptResults, Request, RequestOptions
+from pyengine.request.thinking import thinking_markers
 from pyengine.request.untrusted_calls import tokenizer_errors
 from pyengine.sampling.grammar import Grammars
+from pyengine.sampling.logits_processors import LogitsProcessors
 from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
+from pyengine.sampling.thinking_budget import ThinkingBudget
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 
@@ -189,6 +192,14 @@ class InputProcessor:
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs, options.tenant))
+        if params.logits_processors and max_output:
+            processors = LogitsProcessors(params.logits_processors, prompt.token_ids)
+            sampling.process_with(processors)
+        if params.limits_thinking:
+            with self._encoding:
+                markers = thinking_markers(self._tokenizer)
+            budget = params.thinking_token_budget or 0
+            sampling.limit_thinking(ThinkingBudget(budget, markers, prompt.token_ids))
         request.add_sequence(sampling)
         for index in range(1, params.n):
             request.add_sequence(sampling.sibling(sample_seed(seed, index)))

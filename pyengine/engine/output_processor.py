@@ -6,7 +6,7 @@ from itertools import islice
 from time import monotonic
 
 from pyengine.engine.step_rows import StepRows, SubmittedStep
-from pyengine.errors import RequestFailedError, StructuredOutputError
+from pyengine.errors import BrokenLogitsError, HookError, RequestFailedError, StructuredOutputError
 from pyengine.request.request import Request, SequenceState, requests_of
 
 _log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ class Appended:
     num_new_tokens: int
     num_drafted: int
     """New tokens beyond one for each sequence: accepted drafts."""
+    failed: dict[Request, HookError]
+    """Requests whose `stop_when` has failed."""
 
 
 class OutputProcessor:
@@ -44,7 +46,8 @@ class OutputProcessor:
                 or params.logprobs is not None
                 or params.return_hidden_states is not None
                 or sequence.waits_for_tokens
-                or (self._reads_each_token and params.speculate)
+                or (self._reads_each_token and params.may_speculate)
+                or params.stop_when is not None
             )
 
     def append(self, submitted: SubmittedStep) -> Appended:
@@ -66,7 +69,8 @@ class OutputProcessor:
             for sequence, token in ending
             if sequence.output.finish_reason is None and sequence.output.append(token)
         ]
-        num_drafted = self._append_streamed(submitted, ended) if rows.streamed else 0
+        failed: dict[Request, HookError] = {}
+        num_drafted = self._append_streamed(submitted, ended, failed) if rows.streamed else 0
         begun = [
             request
             for request in rows.beginners
@@ -76,10 +80,18 @@ class OutputProcessor:
             len(request.sequences) for request in rows.beginners if not request.rules.max_output
         ]
         num_new = len(tokens) - len(rows.ahead) - sum(without_output) + num_drafted
-        return Appended(ended, begun, num_new, num_drafted)
+        return Appended(ended, begun, num_new, num_drafted, failed)
 
-    def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
-        """Append the tokens of streamed rows; extends `ended`; returns the number of drafts."""
+    def _append_streamed(
+        self,
+        submitted: SubmittedStep,
+        ended: list[SequenceState],
+        failed: dict[Request, HookError],
+    ) -> int:
+        """Append the tokens of streamed rows; returns the number of drafts.
+
+        Extends `ended`, and `failed`.
+        """
         rows, sampled, num_drafted = submitted.rows, submitted.sampled, 0
         tokens, logprobs = sampled.token_ids.tolist(), sampled.logprobs
         for row in rows.streamed:
@@ -91,8 +103,11 @@ class OutputProcessor:
                 num_drafted += row in rows.ahead
                 if rows.hidden is not None:
                     output.add_hidden(rows.hidden.of_row(row, sampled.hidden))
-                if output.append(tokens[row], logprobs[row]):
-                    ended.append(sequence)
+                try:
+                    if output.append(tokens[row], logprobs[row]):
+                        ended.append(sequence)
+                except HookError as error:
+                    failed[sequence.request] = error
         return num_drafted
 
     def flush(self) -> None:
@@ -131,8 +146,8 @@ class OutputProcessor:
 def _failure(request: Request, error: Exception) -> RequestFailedError:
     """The error for the caller of a request that cannot be served."""
     kind = RequestFailedError
-    if isinstance(error, StructuredOutputError):
-        kind = StructuredOutputError
+    if isinstance(error, StructuredOutputError | HookError):
+        kind = type(error)
     message = f"request {request.request_id!r} failed: {request.result.error}"
     failure = kind(message, [request.output()])
     failure.__cause__ = error
@@ -148,3 +163,21 @@ def lost_grammars(rows: StepRows) -> dict[Request, str]:
         and row not in rows.ahead
         and rows.sequences[row].output.finish_reason is None
     }
+
+
+def failed_processors(rows: StepRows) -> dict[Request, HookError]:
+    """The requests of a step whose logits processors have failed, and why."""
+    return {
+        rows.sequences[row].request: processors.error
+        for row, processors in rows.batch.sampling.processors.items()
+        if processors.error is not None and rows.sequences[row].output.finish_reason is None
+    }
+
+
+def without_choice(request: Request, error: BrokenLogitsError) -> Exception:
+    """The error for a request without a token to choose."""
+    processors = request.sequences[0].output.sampling.processors
+    if processors is not None:
+        return HookError(f"after the logits processors {processors.names}, {error}")
+    has_grammar = request.params.structured_outputs is not None
+    return StructuredOutputError(str(error)) if has_grammar else error

@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.errors import HookError
 from pyengine.outputs import CONTEXT_FULL, CompletionOutput, FinishReason, Logprob
 from pyengine.request.detokenizer import IncrementalDetokenizer
 from pyengine.request.token_bytes import TokenTexts, token_texts
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling_params import SamplingParams
+from pyengine.sampling_params import SamplingParams, StopCondition
+from pyengine.utils.callables import name_of
+from pyengine.utils.validation import shown
 
 
 class OutputRules:
@@ -64,8 +67,8 @@ class SequenceOutput:
         self.is_streamed = False
         """True if its tokens are appended one by one; those of other sequences are buffered.
 
-        So it is if its sink streams, a stop string may end it, tokens change later logits, and with
-        drafts, log-probabilities or hidden states.
+        So it is if its sink streams, a stop string or `stop_when` may end it, tokens change later
+        logits, and with drafts, log-probabilities or hidden states.
         """
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -81,7 +84,8 @@ class SequenceOutput:
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Append the next token; True if it ends the sequence.
 
-        With `max_tokens=0` the token that the last step of the prompt sampled is dropped.
+        With `max_tokens=0` the token that the last step of the prompt sampled is dropped. Raises
+        `HookError` if `stop_when` fails; the token is appended then.
         """
         rules, params = self.rules, self.rules.params
         if not rules.max_output:
@@ -101,6 +105,12 @@ class SequenceOutput:
             self.finish("stop", None if token in rules.eos_ids else token)
         elif match is not None:
             self.finish("stop", match)
+        elif (
+            params.stop_when is not None
+            and num_output > params.min_tokens
+            and (reason := self._reason_to_stop(params.stop_when)) is not None
+        ):
+            self.finish("stop", reason)
         elif self.sampling.matcher is not None and self.sampling.matcher.is_finished:
             self.finish("stop")
         elif num_output >= rules.max_output:
@@ -119,6 +129,23 @@ class SequenceOutput:
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the sequence."""
         self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def _reason_to_stop(self, stop_when: StopCondition) -> str | None:
+        """Why `stop_when` ends the sequence after its last token; None if it goes on."""
+        name = name_of(stop_when)
+        self._text_to(len(self.token_ids))
+        text = "" if self._detokenizer is None else self._detokenizer.stable_text
+        try:
+            answer = stop_when(list(self.token_ids), text)
+            if answer is not None and not isinstance(answer, bool | str):
+                raise TypeError(f"it returned {shown(answer)}: it must be True, False or a text")
+        except Exception as error:
+            raise HookError(
+                f"stop_when={name} failed after {len(self.token_ids)} tokens: {error!r}"
+            ) from error
+        if not answer:
+            return None
+        return name if answer is True else answer
 
     def _text_to(self, num_tokens: int) -> str | None:
         """Extend the text to `num_tokens` tokens; return the stop string that ended it, if any.

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 from pyengine.errors import InvalidRequestError
 from pyengine.request.chat_template import ChatOptions, render_chat, template_text
 from pyengine.request.prompts import StrippedThinking
+from pyengine.request.untrusted_calls import tokenizer_errors
+from pyengine.sampling.thinking_budget import ThinkingMarkers
 
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """The tokens around the thinking of models."""
@@ -49,6 +51,32 @@ def stripped_thinking(tokenizer: Any, options: ChatOptions) -> StrippedThinking 
         except InvalidRequestError:  # a template that does not take such a conversation
             known[key] = None
     return known[key]
+
+
+def thinking_markers(tokenizer: Any) -> ThinkingMarkers:
+    """The tokens around the thinking of a model: single ones, or those of its chat template.
+
+    Raises `InvalidRequestError` if there are none.
+    """
+    if tokenizer is not None:
+        template = template_text(tokenizer)
+        for begin, end in _MARKS:
+            ids = _tokens(tokenizer, begin), _tokens(tokenizer, end)
+            if all(ids) and (end in template or len(ids[1]) == 1):
+                return ThinkingMarkers(*ids)
+    known = ", ".join(end for _, end in _MARKS)
+    raise InvalidRequestError(
+        "thinking_token_budget needs a model that marks the end of its thinking, with one of "
+        f"{known}: leave it out, or use max_tokens"
+    )
+
+
+def _tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The tokens of a text; none if they do not spell it."""
+    with tokenizer_errors():
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        spelled = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return tuple(map(int, token_ids)) if spelled == text else ()
 
 
 def _find(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pyengine.errors import BrokenLogitsError
 from pyengine.sampling.draws import DrawBatch
+from pyengine.sampling.logits_processors import process
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.operations import Logits, TokenIds, operations_of
 from pyengine.sampling.penalties import LARGEST, Penalties
@@ -27,8 +28,9 @@ class Adjustments:
     """The changes of a batch's logits; computed once, valid for many steps.
 
     In vLLM's order: tokens that are not allowed, bad words, and stop tokens before
-    ``min_tokens`` become -inf, then the bias is added, then penalties apply. They change few logits
-    of a row, which are gathered, changed and written back by flat index (row * vocabulary + token).
+    ``min_tokens`` become -inf, then the bias is added, then penalties apply; the forced end of
+    thinking comes last. They change few logits of a row, which are gathered, changed and written
+    back by flat index (row * vocabulary + token).
     """
 
     def __init__(self, states: Sequence[SamplingState]) -> None:
@@ -44,6 +46,9 @@ class Adjustments:
         self._allowed_rows = OnDevices(np.unique(self._allowed.rows))
         self._worded = [(row, item) for row, item in rows.items() if item.bad_words]
         self._penalties = Penalties(rows)
+        self._thinking = {
+            row: item.thinking for row, item in rows.items() if item.thinking is not None
+        }
 
     def apply(self, logits: Logits, positions: Positions) -> Logits:
         """Return the changed logits: float32 [B, V], or ``logits`` itself if none changes.
@@ -53,7 +58,12 @@ class Adjustments:
         stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
         words = {row: ids for row, item in self._worded if len(ids := item.barred_by_output())}
         is_static = len(self._allowed) or len(self._barred) or len(self._bias)
-        if not (is_static or stops.any() or words or self._penalties.is_due):
+        forced = {
+            row: np.array([budget.forced])
+            for row, budget in self._thinking.items()
+            if budget.forced is not None
+        }
+        if not (is_static or stops.any() or words or self._penalties.is_due or forced):
             return logits
         operations = operations_of(logits)
         device, adjusted = operations.device, operations.float32_copy(logits)
@@ -78,6 +88,10 @@ class Adjustments:
                 biased = flat[index] + self._bias_values.on(device)
             flat[index] = operations.clamp_max(biased, LARGEST)
         self._penalties.apply(flat, vocab_size)
+        if forced:
+            cells = _Cells(forced)
+            operations.fill(adjusted, upload(cells.rows, device), -math.inf)
+            operations.fill(flat, cells.index(vocab_size, device), 0.0)
         return adjusted  # type: ignore[no-any-return]
 
 
@@ -125,6 +139,10 @@ class SamplingBatch:
             row: state.matcher for row, state in enumerate(states) if state.matcher is not None
         }
         """The matchers of rows with a grammar."""
+        self.processors = {
+            row: state.processors for row, state in enumerate(states) if state.processors
+        }
+        """The logits processors of rows that have any."""
         random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         self.draws = DrawBatch(states, random_rows) if random_rows else None
         """The drawn rows; the others are greedy. ``None``: all are greedy."""
@@ -197,7 +215,7 @@ def sample(
 
     As vLLM does, in this order:
 
-    1. Log-probabilities are those of the raw logits.
+    1. Log-probabilities are those of the raw logits. Then logits processors change them.
     2. Stop tokens barred by ``min_tokens``, bias, penalties (:class:`Adjustments`); then tokens
        outside the grammar of the answer (:mod:`.token_masks`).
     3. Greedy requests take the largest logit, of equal ones the lowest id.
@@ -219,8 +237,14 @@ def sample(
     if positions is None:
         positions = [state.num_output for state in batch.states]
     candidates = logits
+    if batch.processors:
+        outputs = {
+            row: (processors, batch.states[row].token_ids)
+            for row, processors in batch.processors.items()
+        }
+        candidates = process(logits, outputs)
     if batch.adjustments is not None:
-        candidates = batch.adjustments.apply(logits, positions)
+        candidates = batch.adjustments.apply(candidates, positions)
     if masks is not None and batch.draws is None and isinstance(candidates, np.ndarray):
         token_ids, chosen = masks.largest(candidates)
     else:

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
+from pyengine.sampling.logits_processors import LogitsProcessors
+from pyengine.sampling.thinking_budget import ThinkingBudget
 from pyengine.sampling.token_masks import TokenMatcher
 from pyengine.sampling_params import SamplingParams
 
@@ -175,6 +177,10 @@ class SamplingState:
         """True if the next token cannot be chosen before the last one is known."""
         self.may_change_logits = False
         """True if any token, now or later, is chosen from changed logits."""
+        self.processors: LogitsProcessors | None = None
+        """The callables that change its logits first."""
+        self.thinking: ThinkingBudget | None = None
+        """The limit of its thinking."""
         if bad_words or params.changes_logits:
             self._resolve_changes(prompt_token_ids, stop_ids, bad_words)
 
@@ -222,6 +228,14 @@ class SamplingState:
         """Constrain the tokens by this matcher, which no other state uses."""
         self.matcher, self.depends_on_output = matcher, True
 
+    def process_with(self, processors: LogitsProcessors) -> None:
+        """Change the logits by these processors, which no other state uses."""
+        self.processors, self.depends_on_output = processors, True
+
+    def limit_thinking(self, budget: ThinkingBudget) -> None:
+        """End the thinking by this budget, which no other state uses."""
+        self.thinking, self.depends_on_output, self.may_change_logits = budget, True, True
+
     def sibling(self, seed: int) -> "SamplingState":
         """Return the state of another sample of the same prompt, with its own seed.
 
@@ -233,6 +247,8 @@ class SamplingState:
         state.seed, state.token_ids = seed % 2**64, []
         state.counts = None if self.counts is None else self.counts.copy()
         state.matcher = None if self.matcher is None else self.matcher.sibling()
+        state.processors = None if self.processors is None else self.processors.sibling()
+        state.thinking = None if self.thinking is None else self.thinking.sibling()
         return state
 
     def ahead(self, drafts: Sequence[int]) -> "list[SamplingState]":
@@ -250,6 +266,7 @@ class SamplingState:
         state.token_ids = self.token_ids.copy()
         state.counts = None if self.counts is None else self.counts.copy()
         state.matcher = None if self.matcher is None else self.matcher.ahead()
+        state.thinking = None if self.thinking is None else self.thinking.sibling()
         state.append(token)
         return state
 
@@ -276,6 +293,8 @@ class SamplingState:
             self.counts.add(token)
         if self.matcher is not None:
             self.matcher.append(token)
+        if self.thinking is not None:
+            self.thinking.append(token)
         return len(self.token_ids)
 
 

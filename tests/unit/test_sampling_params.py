@@ -46,6 +46,9 @@ def test_the_defaults_are_those_of_vllm() -> None:
         "allowed_token_ids": None,
         "truncate_prompt_tokens": None,
         "structured_outputs": None,
+        "logits_processors": (),
+        "stop_when": None,
+        "thinking_token_budget": None,
         "speculate": True,
         "cache_priority": 0,
     }

@@ -39,6 +39,7 @@ _FIELDS = (
     "skip_special_tokens",
     "bad_words",
     "allowed_token_ids",
+    "thinking_token_budget",
     "truncate_prompt_tokens",
     "speculate",
     "cache_priority",

@@ -178,10 +178,15 @@ _ANSWER = (
     _honoured("speculate", "false: no speculative decoding; the tokens are the same"),
     _honoured("response_format", "text, json_object, json_schema"),
     _honoured("structured_outputs", "one of json, regex, choice, grammar"),
-    _refused_unless_empty("use_beam_search", "beam search is not supported", "`false`"),
+    _refused_unless_empty(
+        "use_beam_search", "beam search is not served; use LLM.beam_search", "`false`"
+    ),
     _ignored("length_penalty", "it is a parameter of beam search"),
     _refused_unless_empty("watermarking", "answers have no watermark", "`false`"),
-    _refused("thinking_token_budget", "use max_tokens to limit the whole answer"),
+    _honoured(
+        "thinking_token_budget",
+        "then the end of the thinking is forced; for models that mark it; -1: no limit",
+    ),
     _refused(
         "repetition_detection",
         "answers do not end at a repetition; use repetition_penalty or max_tokens",
@@ -283,11 +288,14 @@ OTHER_NAMES: Mapping[str, str] = {
     "images": "this server accepts text only",
     "input": "use prompt, or messages with /v1/chat/completions",
     "inputs": "use prompt, or messages with /v1/chat/completions",
+    "logits_processors": "code cannot be sent; use logit_bias, or the Python API",
     "max_length": "use max_tokens",
     "max_new_tokens": "use max_tokens",
     "max_output_tokens": "use max_tokens",
-    "num_beams": "there is no beam search",
+    "num_beams": "beam search is not served; use LLM.beam_search",
     "stop_sequences": "use stop",
+    "stop_when": "code cannot be sent; use stop, or the Python API",
+    "stopping_criteria": "code cannot be sent; use stop, or the Python API",
 }
 """Hints for common field names that neither API has."""
 

@@ -157,6 +157,7 @@ class SamplingFields(IgnoredFields):
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
+    thinking_token_budget: int | None = None
     truncate_prompt_tokens: int | None = None
     speculate: bool | None = Field(None, description="false: no speculative decoding; same tokens")
     response_format: ResponseFormat | None = None

@@ -105,7 +105,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ROUTES, {"truncation_side": "right", "truncate_prompt_tokens": 5}, "last tokens"),
     (ROUTES, {"logprob_token_ids": [5]}, "logprobs"),
     (ROUTES, {"vllm_xargs": {"a": 1}}, "extension"),
-    (ROUTES, {"thinking_token_budget": 5}, "max_tokens"),
     (ROUTES, {"repetition_detection": {}}, "repetition"),
     (ROUTES, {"kv_transfer_params": {}}, "server"),
     (ROUTES, {"ec_transfer_params": {}}, "server"),
