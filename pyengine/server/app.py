@@ -17,14 +17,21 @@ from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.middleware.origins import OriginGuard
 from pyengine.server.middleware.refusals import RefusalCounter
 from pyengine.server.observers import EngineObservers
-from pyengine.server.routes import chat, completions, control, health, tokenize
+from pyengine.server.routes import chat, completions, control, health, pooling, tokenize
 from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.schemas.responses import ErrorResponse
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
 from pyengine.utils.packaging import package_version
 
-_ROUTERS = (health.router, completions.router, chat.router, tokenize.router, control.router)
+_ROUTERS = (
+    health.router,
+    completions.router,
+    chat.router,
+    pooling.router,
+    tokenize.router,
+    control.router,
+)
 
 
 def create_app(

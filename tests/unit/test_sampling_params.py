@@ -48,6 +48,7 @@ def test_the_defaults_are_those_of_vllm() -> None:
         "structured_outputs": None,
         "speculate": True,
         "cache_priority": 0,
+        "return_hidden_states": None,
     }
     assert not params.is_greedy
     assert not params.has_penalties
