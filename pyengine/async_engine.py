@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +18,7 @@ from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.input_processor import refuse_submitted, refuse_taken
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.output_stream import OutputStream
+from pyengine.engine.pooler import PoolingRequest
 from pyengine.engine.stats import EngineView, TenantLoad
 from pyengine.engine.weights import NewWeights
 from pyengine.errors import (
@@ -27,12 +28,20 @@ from pyengine.errors import (
     TenantQueueFullError,
     copy_error,
 )
-from pyengine.outputs import BeamSearchOutput, RequestOutput
+from pyengine.outputs import (
+    BeamSearchOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from pyengine.pooling_params import PoolingParams
 from pyengine.request.beam_search import first_logprobs, step_params
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from pyengine.request.prompts import (
     PromptLike,
     StrippedThinking,
+    as_list,
     match_params,
     parse_prompt,
     salted,
@@ -42,6 +51,7 @@ from pyengine.sampling_params import BeamSearchParams, SamplingParams
 from pyengine.utils.validation import is_real
 
 T = TypeVar("T")
+_NO_OPTIONS = RequestOptions()
 
 
 class AsyncEngine(EngineClientBase):
@@ -137,6 +147,64 @@ class AsyncEngine(EngineClientBase):
                 outputs = {item.index: item async for item in stream}
             search.advance([first_logprobs(outputs[at]) for at in range(len(beams))])
         return search.output(self.tokenizer)
+
+    async def embed(
+        self,
+        prompt: PromptLike,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        options: RequestOptions = _NO_OPTIONS,
+    ) -> EmbeddingRequestOutput:
+        """The embedding of a prompt. See `LLM.embed`; raises as `generate`.
+
+        `options` have priority, tenant and deadline. Cancelling the task ends the request.
+        """
+        parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
+        pooling = self.pooler.request("embed", parsed, pooling_params, request_id, options)
+        await self._pool([pooling])
+        return self.pooler.embedded(pooling)
+
+    async def classify(
+        self,
+        prompt: PromptLike,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        options: RequestOptions = _NO_OPTIONS,
+    ) -> ClassificationRequestOutput:
+        """The classes of a prompt, as `embed`. See `LLM.classify`."""
+        parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
+        pooling = self.pooler.request("classify", parsed, pooling_params, request_id, options)
+        await self._pool([pooling])
+        return self.pooler.classified(pooling)
+
+    async def score(
+        self,
+        data_1: PromptLike | Iterable[PromptLike],
+        data_2: PromptLike | Iterable[PromptLike],
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        options: RequestOptions = _NO_OPTIONS,
+    ) -> list[ScoringRequestOutput]:
+        """The scores of pairs, as `embed`. See `LLM.score`."""
+        first, second = (
+            [salted(parse_prompt(prompt, self.tokenizer), cache_salt) for prompt in as_list(data)]
+            for data in (data_1, data_2)
+        )
+        scoring = self.pooler.scoring(first, second, pooling_params, request_id, options)
+        await self._pool(scoring.requests)
+        return self.pooler.scored(scoring)
+
+    async def _pool(self, requests: Sequence[PoolingRequest]) -> None:
+        """Run requests to their ends."""
+        with closing(self.submit([pooling.request for pooling in requests])) as stream:
+            async for _ in stream:
+                pass
 
     async def pin(
         self, prompt: PromptLike, ttl: float = 300.0, *, cache_salt: str | None = None

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -16,7 +16,12 @@ from pyengine.cluster.calls import ModelInfo, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.engine.explain import with_hint
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
-from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
+from pyengine.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    NoReplicaError,
+    ReplicaLostError,
+)
 from pyengine.outputs import CacheExplanation, RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from pyengine.request.prompt_entries import PromptEntryCache
@@ -119,6 +124,13 @@ class RemoteEngine:
     def max_pinned_blocks(self) -> int:
         """Maximum number of blocks that all pins of a replica keep."""
         return self._about.max_pinned_blocks
+
+    @property
+    def pooler(self) -> Never:
+        """Raises `InvalidRequestError`: replicas return no hidden states."""
+        raise InvalidRequestError(
+            "replicas behind a router embed, score and classify nothing: ask a server of one engine"
+        )
 
     def stats(self) -> RemoteLoad:
         """The current load."""

@@ -95,7 +95,18 @@ def read_pooling(folder: Path) -> PoolingConfig:
             )
     if pooling is None:
         raise ModelLoadError(f"{path} lists no Pooling module: it is damaged, or no text model's")
+    _refuse_messages(folder / "sentence_bert_config.json")
     return PoolingConfig(pooling, normalize)
+
+
+def _refuse_messages(path: Path) -> None:
+    """Raise for a Transformer that puts each text into the chat template, as a message."""
+    kinds = read_object(path).get("modality_config") if path.exists() else None
+    if isinstance(kinds, dict) and "message" in kinds:
+        raise ModelLoadError(
+            f"{path} says that texts are messages of a chat (modality_config.message), and "
+            "pyengine embeds them as they are: save the model without that entry"
+        )
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

@@ -17,7 +17,15 @@ from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.middleware.origins import OriginGuard
 from pyengine.server.middleware.refusals import RefusalCounter
 from pyengine.server.observers import EngineObservers
-from pyengine.server.routes import chat, completions, control, health, tokenize, weights
+from pyengine.server.routes import (
+    chat,
+    completions,
+    control,
+    health,
+    pooling,
+    tokenize,
+    weights,
+)
 from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.schemas.responses import ErrorResponse
 from pyengine.server.settings import ServerSettings
@@ -25,7 +33,12 @@ from pyengine.server.tokenizer_threads import TokenizerThreads
 from pyengine.utils.packaging import package_version
 
 _ROUTERS = (
-    *(health.router, completions.router, chat.router, tokenize.router, control.router),
+    health.router,
+    completions.router,
+    chat.router,
+    pooling.router,
+    tokenize.router,
+    control.router,
     weights.router,
 )
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from fastapi import APIRouter
 
+from pyengine.engine.pooler import Pooler
 from pyengine.outputs import RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
 from pyengine.request.prompts import PromptLike, StrippedThinking
@@ -51,6 +52,10 @@ class EngineClient(Protocol):
     @property
     def max_pinned_blocks(self) -> int:
         """Maximum number of blocks that all pins of callers keep; 0: there are no pins."""
+
+    @property
+    def pooler(self) -> Pooler:
+        """See `AsyncEngine`. Raises `InvalidRequestError` if nothing can be embedded."""
 
     def describe(self) -> dict[str, object]:
         """See `AsyncEngine`."""

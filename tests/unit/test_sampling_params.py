@@ -51,6 +51,7 @@ def test_the_defaults_are_those_of_vllm() -> None:
         "thinking_token_budget": None,
         "speculate": True,
         "cache_priority": 0,
+        "return_hidden_states": None,
     }
     assert not params.is_greedy
     assert not params.has_penalties

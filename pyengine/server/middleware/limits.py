@@ -15,7 +15,10 @@ from pyengine.server.settings import ServerSettings
 MAX_HEADER_BYTES = 1 << 16
 _BODY = "pyengine.body"
 """The scope's key for its `_Body`."""
-_QUEUED = ("/v1/completions", "/v1/chat/completions")
+_QUEUED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/classify"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank"),
+)
 """Routes whose requests the engine queues."""
 _OPEN_WHILE_DRAINING = ("/metrics",)
 """Routes that answer while the server drains, beside /health."""

@@ -1,1 +1,1 @@
-"""Endpoints: `/v1/completions`, `/v1/chat/completions`, `/tokenize`, `/health` and others."""
+"""Endpoints: `/v1/completions`, `/v1/chat/completions`, `/v1/embeddings` and others."""

@@ -45,7 +45,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     """Complete prompts."""
     ignored = ignored_fields(COMPLETIONS, body)
     check_ignored(ignored, COMPLETIONS, context.settings)
-    prompts = _several(body.prompt)
+    prompts = several(body.prompt)
     check_count(body.n, len(prompts))
     params = _params(body, context.engine.get_default_sampling_params())
     echoes: list[_Echo] = []
@@ -69,7 +69,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     return await answer(request, body, start, _Writer(body, params.n, echoes))
 
 
-def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
+def several(prompt: Any) -> Sequence[str | Sequence[int]]:
     """A prompt or a list of prompts as a list."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]

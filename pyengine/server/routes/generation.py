@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
@@ -26,6 +26,7 @@ from pyengine.server.middleware.limits import release_body
 from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
 from pyengine.server.routes.ignored import ignored_header
 from pyengine.server.routes.params import check_length, check_logprobs, check_priority, within_limit
+from pyengine.server.schemas.pooling import PoolingFields
 from pyengine.server.schemas.requests import SamplingFields
 from pyengine.server.schemas.responses import PromptCache, PromptTokensDetails, ServerModel, Usage
 from pyengine.server.traffic import KeyCounts
@@ -60,7 +61,7 @@ class Call:
     counts: KeyCounts
     """Usage of the key."""
     key: bytes
-    explains_cache: bool
+    explains_cache: bool = False
     """Whether `usage` says why tokens were not cached."""
     ignored: Sequence[str] = ()
     """Fields of the request without effect."""
@@ -75,7 +76,7 @@ class Call:
         self.context.finish(self.name, self.stream)
 
 
-def client_id_of(request: Request, body: SamplingFields) -> str | None:
+def client_id_of(request: Request, body: SamplingFields | PoolingFields) -> str | None:
     """The id of a request from `request_id` or x-request-id. It need not be unique."""
     if body.request_id is not None:
         return body.request_id
@@ -139,6 +140,18 @@ async def begin(
         prompts = await threads.run(encoded, caller.tenant)
         await compiled(context, params.structured_outputs, caller.tenant)
         requests = await threads.run(lambda _: created(prompts), caller.tenant)
+    call = queued(context, request, (name, client_id, model), requests)
+    return replace(call, explains_cache=bool(body.explain_cache), ignored=details.ignored)
+
+
+def queued(
+    context: ServerContext,
+    request: Request,
+    names: tuple[str, str | None, str],
+    requests: Sequence[EngineRequest],
+) -> Call:
+    """Queue the requests of a call; `names` are its own, the client's for it, and the model's."""
+    (name, client_id, model), caller = names, caller_of(request.scope)
     release_body(request.scope)
     stream = context.submit(name, caller.key, client_id, requests)
     counts = context.traffic.keys[caller.name]
@@ -152,8 +165,6 @@ async def begin(
         stream=stream,
         counts=counts,
         key=caller.key,
-        explains_cache=bool(body.explain_cache),
-        ignored=details.ignored,
     )
 
 
@@ -260,15 +271,18 @@ async def answer(
 
     async def run() -> Response:
         call = await start
-        outputs = await _outputs_of(call)
-        json_of = call.context.json_thread.json_of
-        pieces = [piece async for piece in json_of(writer.whole(call, outputs))]
-        if len(pieces) == 1:
-            return Response(pieces[0], headers=call.headers, media_type="application/json")
-        headers = {**call.headers, "Content-Length": f"{sum(map(len, pieces))}"}
-        return StreamingResponse(_iterated(pieces), headers=headers, media_type="application/json")
+        return await responded(call, writer.whole(call, await outputs_of(call)))
 
     return await unless_gone(request, run())
+
+
+async def responded(call: Call, body: ServerModel) -> Response:
+    """The response of a call whose requests have ended."""
+    pieces = [piece async for piece in call.context.json_thread.json_of(body)]
+    if len(pieces) == 1:
+        return Response(pieces[0], headers=call.headers, media_type="application/json")
+    headers = {**call.headers, "Content-Length": f"{sum(map(len, pieces))}"}
+    return StreamingResponse(_iterated(pieces), headers=headers, media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
@@ -294,7 +308,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _outputs_of(call: Call) -> list[RequestOutput]:
+async def outputs_of(call: Call) -> list[RequestOutput]:
     """The outputs of a call, in the order of its prompts."""
     try:
         outputs = {item.index: item async for item in call.stream}

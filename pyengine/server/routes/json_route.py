@@ -33,7 +33,7 @@ _BYTES_PER_ITEM = 8
 _LONG_NUMBER = b"0" * 64
 """Parsing a number of n digits takes O(n^2)."""
 _DIGITS_AS_0 = bytes.maketrans(b"123456789", b"0" * 9)
-_LISTS_OF_IDS = ("prompt", "tokens")
+_LISTS_OF_IDS = ("input", "prompt", "tokens")
 
 
 def _infinite(body: dict[str, Any]) -> ApiError:
