@@ -73,16 +73,7 @@ class FallbackModel:
         paged: PagedContext | CompiledModel,
     ) -> torch.Tensor:
         """See `Model`."""
-        output = self.module(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            paged=paged,
-        )
-        if isinstance(paged, PagedContext):
-            self.check_attended(paged)
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = self._run(ids, positions, rows, paged).logits[0]
         return logits
 
     def with_hidden(
@@ -93,18 +84,29 @@ class FallbackModel:
         hidden_rows: torch.Tensor,
         paged: PagedContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Model.with_hidden`: the first result of the module's decoder."""
-        hidden: list[torch.Tensor] = []
+        """See `Model.with_hidden`."""
+        output = self._run(ids, positions, rows, paged, output_hidden_states=True)
+        return output.logits[0], output.hidden_states[-1][0, hidden_rows]
 
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            hidden.append(output[0][0, hidden_rows])
-
-        hook = self.module.get_decoder().register_forward_hook(keep)
-        try:
-            logits = self(ids, positions, rows, paged)
-        finally:
-            hook.remove()
-        return logits, hidden[-1]
+    def _run(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        paged: PagedContext | CompiledModel,
+        **more: bool,
+    ) -> Any:
+        output = self.module(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=rows,
+            paged=paged,
+            **more,
+        )
+        if isinstance(paged, PagedContext):
+            self.check_attended(paged)
+        return output
 
     def check_attended(self, context: PagedContext) -> None:
         """See `Model.check_attended`: a layer may keep its state elsewhere."""
