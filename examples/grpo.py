@@ -1,9 +1,9 @@
 """Reinforcement learning with a reward: rollouts by pyengine, which gets the new weights each step.
 
-Group relative policy optimisation (GRPO, arXiv:2402.03300) of a small model that learns to answer
-sums with the number alone::
+Group relative policy optimisation (GRPO, arXiv:2402.03300) of the embedded model, which learns to
+answer sums with the number alone::
 
-    python examples/grpo.py SmolLM2-135M-Instruct   # a folder with safetensors
+    python examples/grpo.py 40  # steps
 
 For each question a group of answers is drawn. An answer's advantage is its reward, relative to the
 others of its group. The trainer raises the probability of answers that are better than the rest.
@@ -14,16 +14,18 @@ import sys
 from collections.abc import Sequence
 from random import Random
 from statistics import mean
+from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pyengine import LLM, SamplingParams
+from pyengine.models.source import embedded_gguf
 
-QUESTIONS, ANSWERS, MAX_TOKENS, RATE = 8, 16, 24, 2e-5
-TRAINED = 6
+QUESTIONS, ANSWERS, MAX_TOKENS, RATE = 8, 32, 24, 2e-5
+TRAINED = 4
 """Of each group, the answers with the highest and the lowest rewards (arXiv:2504.13818)."""
 
 
@@ -104,9 +106,21 @@ def train(
     return float((logprobs.detach() - drawn)[is_answer].abs().mean())
 
 
-def main(folder: str, steps: int = 30) -> list[float]:
+def save_embedded(folder: str) -> Any:
+    """The embedded model of a GGUF file, saved as a folder of floats, whose weights can change."""
+    file = embedded_gguf()
+    where = {"gguf_file": file.name, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **where).save_pretrained(folder)
+    return model
+
+
+def main(folder: str, steps: int) -> list[float]:
     """Train; the mean reward of each step."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = save_embedded(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     random, rewards = Random(0), []
     with LLM(folder, dtype="bfloat16", max_model_len=256) as llm:
@@ -128,4 +142,5 @@ def main(folder: str, steps: int = 30) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with TemporaryDirectory() as temporary:
+        main(temporary, int(sys.argv[1]))

@@ -2,11 +2,13 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.support.docs import ROOT
 from tests.support.forked import run_forked
+from tests.support.without_torch import needs_torch
 
 FOLDER = ROOT / "examples"
 NUMBER = r"(\d+)"
@@ -27,7 +29,7 @@ def number(pattern: str, text: str) -> int:
 
 def test_all_are_listed_and_tested() -> None:
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert len(names) == 8
+    assert len(names) == 9
     listed = re.findall(r"^\| \[(\w+)\.py\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == names
     assert sorted(name.removeprefix("test_") for name in globals() if name[5:] in names) == names
@@ -91,3 +93,15 @@ def test_speculation() -> None:
 def test_evaluation() -> None:
     text = output_of("evaluation")
     assert "4 of 4 right" in text
+
+
+@pytest.mark.slow
+@needs_torch
+def test_grpo(tmp_path: Path) -> None:
+    code = f"from examples import grpo; grpo.QUESTIONS = 2; grpo.main({str(tmp_path)!r}, 2)"
+    text = run_forked(code, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300).stdout
+    steps = re.findall(r"step \d: reward (0\.\d+), log-probabilities differ by (0\.\d+)", text)
+    assert len(steps) == 2
+    for reward, difference in steps:
+        assert 0 <= float(reward) < 0.5
+        assert float(difference) < 0.1  # of the engine's bfloat16 from the trainer's float32
