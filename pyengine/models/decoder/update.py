@@ -293,10 +293,13 @@ def copy_into(old: Any, new: Any) -> None:
     Addresses stay: graphs that were captured with it compute with the new numbers. Raises
     `WeightUpdateError` before any is changed if the two are not of the same tensors.
     """
+    import torch
+
     targets: dict[Any, Any] = {}
     _pair(old, new, targets, set())
-    for before, after in targets.items():
-        before.copy_(after)
+    with torch.inference_mode():
+        for before, after in targets.items():
+            before.copy_(after)
 
 
 def _pair(old: Any, new: Any, targets: dict[Any, Any], seen: set[tuple[int, int]]) -> None:
