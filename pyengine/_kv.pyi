@@ -122,6 +122,7 @@ class Stored:
     parent: Final[bytes | None]
     tokens: Final[list[int]]
     namespace: Final[bytes]
+    switch: Final[tuple[int, bytes] | None]
 
 @final
 class Removed:
@@ -255,6 +256,7 @@ class Evicted:
     parent: Final[bytes | None]
     tokens: Final[list[int]]
     namespace: Final[bytes]
+    switch: Final[tuple[int, bytes] | None]
 
 @final
 class Divergence:
@@ -384,6 +386,7 @@ class KVStore:
         *,
         fingerprints: ListLike[bytes],
         namespace: bytes | None = None,
+        switch: tuple[int, bytes] | None = None,
         windows: ListLike[int | None] | None = None,
         state: tuple[bytes, int] | None = None,
     ) -> StoredPrefix: ...
@@ -535,13 +538,34 @@ class BlockManager:
     null_block: Final[int]
     weights_version: Final[int]
     def sequence(
-        self, tokens: _TokenIds, *, namespace: bytes | None = None, read_cache: bool = True
+        self,
+        tokens: _TokenIds,
+        *,
+        namespace: bytes | None = None,
+        read_cache: bool = True,
+        switch: tuple[int, bytes] | None = None,
     ) -> Sequence: ...
-    def match_prefix(self, tokens: _TokenIds, *, namespace: bytes | None = None) -> Pin: ...
+    def match_prefix(
+        self,
+        tokens: _TokenIds,
+        *,
+        namespace: bytes | None = None,
+        switch: tuple[int, bytes] | None = None,
+    ) -> Pin: ...
     def snapshot_positions(
-        self, tokens: _TokenIds, *, namespace: bytes | None = None
+        self,
+        tokens: _TokenIds,
+        *,
+        namespace: bytes | None = None,
+        switch: tuple[int, bytes] | None = None,
     ) -> list[int]: ...
-    def explain(self, tokens: _TokenIds, *, namespace: bytes | None = None) -> Explanation: ...
+    def explain(
+        self,
+        tokens: _TokenIds,
+        *,
+        namespace: bytes | None = None,
+        switch: tuple[int, bytes] | None = None,
+    ) -> Explanation: ...
     def begin_step(self, token_budget: int) -> StepPlan: ...
     def usage(self) -> PoolUsage: ...
     def state_usage(self) -> StateUsage: ...

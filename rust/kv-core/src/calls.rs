@@ -120,6 +120,10 @@ calls! {
     keep_snapshot KeepSnapshot { sequence: u64 }
     /// [`BlockManager::advance_weights_version`](crate::BlockManager::advance_weights_version)
     advance_weights_version AdvanceWeightsVersion {}
+    /// [`BlockManager::sequence`](crate::BlockManager::sequence), in a namespace that switches
+    switching_sequence SwitchingSequence { tokens: Vec<u32>, namespace: Box<[u8]>, read_cache: bool, position: usize, other: Box<[u8]> }
+    /// [`BlockManager::match_prefix`](crate::BlockManager::match_prefix), in a namespace that switches
+    match_switching_prefix MatchSwitchingPrefix { tokens: Vec<u32>, namespace: Box<[u8]>, position: usize, other: Box<[u8]> }
 }
 
 /// The answer of an operation.

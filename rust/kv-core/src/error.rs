@@ -27,6 +27,12 @@ pub enum Error {
     /// A namespace of more than 65,536 bytes.
     #[error("a namespace has at most 65536 bytes, got {bytes}; hash a longer one")]
     Namespace { bytes: usize },
+    /// A switch to a namespace without a name.
+    #[error("the namespace switches at position {position} to an empty name; name the other one")]
+    EmptySwitch { position: usize },
+    /// A switch after the last position that a sequence can have.
+    #[error("the namespace switches at position {position}; a position is at most 4294967295")]
+    SwitchPosition { position: usize },
     /// A sequence without tokens.
     #[error("a sequence needs at least one token, got none")]
     EmptySequence,

@@ -25,6 +25,8 @@ pub struct Evicted {
     pub tokens: Vec<u32>,
     /// The namespace in which it matched.
     pub namespace: Arc<[u8]>,
+    /// Where that switches, and to which name, if the block contains the position or follows it.
+    pub switch: Option<(usize, Arc<[u8]>)>,
 }
 
 /// A change of the set of cached blocks.
@@ -40,6 +42,10 @@ pub enum Event {
         tokens: Vec<u32>,
         /// The namespace in which they match.
         namespace: Arc<[u8]>,
+        /// Where it switches, and to which name, if the last of these blocks contains that position or follows it.
+        /// Block hashes then contain it, see [`ContentHasher::switch`](crate::ContentHasher::switch). Only the first of
+        /// these blocks may contain the position.
+        switch: Option<(usize, Arc<[u8]>)>,
     },
     /// These blocks are no longer cached.
     Removed {

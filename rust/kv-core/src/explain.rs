@@ -41,9 +41,9 @@ pub struct Miss {
 pub enum MissReason {
     /// Nothing like it is cached.
     New,
-    /// The nearest cached prefix continues with other tokens.
+    /// The nearest cached prefix continues with other tokens, or its namespace switches otherwise.
     Diverged {
-        /// Position of the first token that differs.
+        /// Position of the first token that differs, or of the switch.
         position: usize,
         /// The cached tokens from there to the end of the block.
         tokens: Vec<u32>,

@@ -5,6 +5,9 @@
 //! child(parent, tokens)  = XXH3_128(parent as 16 bytes, little endian ‖ tokens as u32, little endian)
 //! ```
 //!
+//! The parent of a block in which a namespace switches is
+//! `XXH3_128(parent as 16 bytes, little endian ‖ offset as u32, little endian ‖ name)`.
+//!
 //! XXH3 is Yann Collet's (xxHash 0.8). The seed enters once, at the root, and reaches every
 //! descendant through the chain. Given a seed, hashes are equal in every process on every machine.
 
@@ -50,6 +53,13 @@ impl ContentHasher {
     /// The hash of a namespace.
     pub fn root(&self, namespace: &[u8]) -> u128 {
         xxh3_128_with_seed(namespace, self.seed) & self.mask
+    }
+
+    /// The hash that takes the place of `parent` for a block in which a namespace switches: from its token at `offset`
+    /// on, it belongs to `name`.
+    pub fn switch(&self, parent: u128, offset: u32, name: &[u8]) -> u128 {
+        let bytes = [&parent.to_le_bytes()[..], &offset.to_le_bytes(), name].concat();
+        xxh3_128(&bytes) & self.mask
     }
 
     /// The hash of a block of `tokens` after the block hashed `parent`.

@@ -81,6 +81,7 @@ mod snapshots;
 mod state;
 mod stats;
 mod step;
+mod switch;
 mod sync;
 mod table;
 mod transfers;
@@ -101,6 +102,7 @@ pub use step::{
     Extend, IntArray, PlanView, Prefill, PrefillRequest, PrefixArrays, Remapping, SharedPrefix,
     SharedPrefixes, StateCopy, StepArrays, TableRows,
 };
+pub use switch::Namespace;
 pub use transfers::Reserve;
 
 #[cfg(doctest)]

@@ -18,6 +18,7 @@ use crate::step::{
     Extend, PlanView, Prefill, PrefillRequest, Remapping, SharedPrefixes, StateCopy, StepArrays,
     TableRows,
 };
+use crate::switch::{Labelled, Namespace};
 use crate::sync::Arc;
 use crate::table::BlockTable;
 use crate::transfers::Reserve;
@@ -200,8 +201,8 @@ impl BlockManager {
             num_computed_tokens: seq.computed,
             num_planned_tokens: seq.planned_end,
             num_pending_tokens: usize::from(seq.pending),
-            num_cached_tokens: seq.cached,
-            num_restored_tokens: seq.restored,
+            num_cached_tokens: seq.cached as usize,
+            num_restored_tokens: seq.restored as usize,
             num_in_flight_tokens: seq.in_flight as usize,
             num_copied_tokens: seq.copied as usize,
             miss: seq.miss.as_deref(),
@@ -274,42 +275,67 @@ impl BlockManager {
     ///
     /// With `read_cache` false it reuses no cached block, so every token is computed: for callers that need the
     /// logits of all prompt tokens.
-    pub fn sequence(
+    ///
+    /// # Errors
+    /// [`Error::EmptySequence`]; for the namespace [`Error::Namespace`], [`Error::EmptySwitch`],
+    /// [`Error::SwitchPosition`].
+    pub fn sequence<'a>(
         &mut self,
         tokens: Vec<u32>,
-        namespace: &[u8],
+        namespace: impl Into<Namespace<'a>>,
         read_cache: bool,
     ) -> Result<SeqHandle, Error> {
+        let namespace = namespace.into();
         self.drain_deferred();
         if tokens.is_empty() {
             return Err(Error::EmptySequence);
         }
-        check_namespace(namespace)?;
-        let root = self.state.pool.acquire_root(namespace);
+        let switch = namespace.check(self.config.block_size)?;
+        let root = self.state.pool.acquire_root(namespace.name);
         let version = self.state.pool.weights_version();
         let key = self.state.seqs.insert(tokens, root, read_cache, version);
-        let tokens = &self.state.seqs.at(key.seq_idx).tokens;
-        let call = || Call::sequence(&tokens[..], namespace, read_cache);
+        let seq = self.state.seqs.at_mut(key.seq_idx);
+        seq.set_switch(switch.map(Arc::new));
+        let (tokens, name) = (&seq.tokens[..], namespace.name);
+        let call = || match namespace.switch {
+            None => Call::sequence(tokens, name, read_cache),
+            Some((at, to)) => Call::switching_sequence(tokens, name, read_cache, at, to),
+        };
         report(&mut self.recorder, call, &key);
         Ok(SeqHandle::new(&self.shared, key))
     }
 
     /// Pins the longest cached prefix of `tokens`, in whole blocks. The pin may be empty.
-    pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Pin, Error> {
+    pub fn match_prefix<'a>(
+        &mut self,
+        tokens: &[u32],
+        namespace: impl Into<Namespace<'a>>,
+    ) -> Result<Pin, Error> {
         self.drain_deferred();
-        check_namespace(namespace)?;
-        let blocks = self.state.match_prefix(tokens, namespace);
-        Ok(self.grant(blocks, || Call::match_prefix(tokens, namespace)))
+        let namespace = namespace.into();
+        let switch = namespace.check(self.config.block_size)?;
+        let (prompt, name) = (Labelled::new(tokens, &switch), namespace.name);
+        let blocks = self.state.match_prefix(prompt, name);
+        Ok(self.grant(blocks, || match namespace.switch {
+            None => Call::match_prefix(tokens, name),
+            Some((at, to)) => Call::match_switching_prefix(tokens, name, at, to),
+        }))
     }
 
     /// Explains which tokens of a prompt a prefill would reuse now, and why it would compute the others. It changes
     /// neither blocks nor the order of eviction.
     ///
     /// The answer depends on this namespace alone: on its cached blocks, its sequences and its evictions.
-    pub fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Explanation, Error> {
+    pub fn explain<'a>(
+        &mut self,
+        tokens: &[u32],
+        namespace: impl Into<Namespace<'a>>,
+    ) -> Result<Explanation, Error> {
         self.drain_deferred();
-        check_namespace(namespace)?;
-        Ok(self.state.explain(tokens, namespace))
+        let namespace = namespace.into();
+        let switch = namespace.check(self.config.block_size)?;
+        let prompt = Labelled::new(tokens, &switch);
+        Ok(self.state.explain(prompt, namespace.name))
     }
 
     /// Pins the longest prefix of a sequence's registered blocks that is computed and of which no window lacks a
@@ -716,14 +742,16 @@ impl BlockManager {
 
     /// The positions in `tokens` at which their longest cached prefix has snapshots, in order, without spare ones. It
     /// pins nothing and changes nothing.
-    pub fn snapshot_positions(
+    pub fn snapshot_positions<'a>(
         &mut self,
         tokens: &[u32],
-        namespace: &[u8],
+        namespace: impl Into<Namespace<'a>>,
     ) -> Result<Vec<usize>, Error> {
         self.drain_deferred();
-        check_namespace(namespace)?;
-        Ok(self.state.snapshot_positions(tokens, namespace))
+        let namespace = namespace.into();
+        let switch = namespace.check(self.config.block_size)?;
+        let prompt = Labelled::new(tokens, &switch);
+        Ok(self.state.snapshot_positions(prompt, namespace.name))
     }
 
     /// Snapshots and their blocks. O(snapshots).
@@ -886,16 +914,6 @@ fn ids(keys: &[SeqKey]) -> Vec<u64> {
 fn accepted(counts: &[usize]) -> &[usize] {
     let ones = counts.iter().all(|&count| count == 1);
     if ones { &[] } else { counts }
-}
-
-/// Bytes of a namespace.
-const LONGEST_NAMESPACE: usize = 65_536;
-
-fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
-    match namespace.len() {
-        ..=LONGEST_NAMESPACE => Ok(()),
-        bytes => Err(Error::Namespace { bytes }),
-    }
 }
 
 /// Fails if the memory of all tables cannot be allocated at once.

@@ -24,6 +24,7 @@ use crate::radix::{MAX_COMPARED_CHILDREN, Match, RadixTree};
 use crate::sequence::Registered;
 use crate::snapshots::Snapshots;
 use crate::stats::{BlockState, PoolSnapshot, PoolUsage, Stats};
+use crate::switch::{Label, Labelled};
 use crate::sync::Arc;
 
 /// Stored blocks that may wait to be hashed.
@@ -271,7 +272,7 @@ impl Pool {
         &mut self,
         matched: &mut Match,
         groups: &Groups,
-        tokens: &[u32],
+        tokens: Labelled<'_>,
         prefix: Registered,
         purpose: Purpose,
     ) {
@@ -296,6 +297,7 @@ impl Pool {
         &self,
         position: NodePosition,
         tokens: &[u32],
+        label: Option<&Label>,
         min_tokens: usize,
     ) -> Option<(NodePosition, usize)> {
         let is_ready = |candidate| {
@@ -307,13 +309,18 @@ impl Pool {
         };
         let max_children = MAX_COMPARED_CHILDREN;
         self.tree
-            .longest_partial_match(position, tokens, min_tokens, max_children, is_ready)
+            .longest_partial_match(position, tokens, label, min_tokens, max_children, is_ready)
     }
 
-    /// The block that follows `position` with exactly these tokens.
+    /// The block that follows `position` with exactly these tokens and this label.
     #[inline]
-    pub(crate) fn next(&mut self, position: NodePosition, tokens: &[u32]) -> Option<NodePosition> {
-        self.tree.next(position, tokens)
+    pub(crate) fn next(
+        &mut self,
+        position: NodePosition,
+        tokens: &[u32],
+        label: Option<&Label>,
+    ) -> Option<NodePosition> {
+        self.tree.next(position, tokens, label)
     }
 
     /// Keeps a block in the tree while an allocation may evict its block ids; `NONE` ends it.
@@ -653,16 +660,17 @@ impl Pool {
         self.mark(cached, group, block, step);
     }
 
-    /// Caches blocks after `position`, the first of which is not in the tree. `blocks`: by block, then by layer
-    /// group. Returns the position of the last one.
+    /// Caches blocks after `position`, the first of which is not in the tree, and has this label. `blocks`: by block, then
+    /// by layer group. Returns the position of the last one.
     pub(crate) fn append(
         &mut self,
         position: NodePosition,
         tokens: &[u32],
         blocks: &[BlockId],
         step: u32,
+        label: Option<&Label>,
     ) -> NodePosition {
-        let end = self.tree.append(position, tokens, blocks);
+        let end = self.tree.append(position, tokens, blocks, label);
         let mut at = match end.node == position.node {
             true => position,
             false => NodePosition::new(end.node, 0),

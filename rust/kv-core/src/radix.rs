@@ -32,6 +32,7 @@ use crate::groups::Groups;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::stats::SnapshotNode;
+use crate::switch::{Label, Labelled, Switch};
 use index::Index;
 
 /// Hashes of removed blocks that may wait for their removal from the set, which bounds the work of a call.
@@ -68,6 +69,8 @@ struct Node {
     sequences: u32,
     /// Of a root.
     namespace: Option<Arc<[u8]>>,
+    /// Of its first block, if a namespace switches there. Such a block always begins a node.
+    label: Option<Box<Label>>,
 }
 
 /// The children attached after `offset` blocks of a node.
@@ -231,46 +234,66 @@ impl RadixTree {
     }
 
     /// The index hash of a child of `parent` with this first block.
-    fn index_hash(&self, parent: NodePosition, tokens: &[u32]) -> u32 {
+    fn index_hash(&self, parent: NodePosition, tokens: &[u32], label: Option<&Label>) -> u32 {
         let position = u64::from(parent.node.get()) << 32 | u64::from(parent.offset);
         let seed = position ^ self.hasher.seed();
-        let hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
+        let mut hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
+        if let Some(Label { offset, name }) = label {
+            hash = xxh3_64_with_seed(name, hash ^ u64::from(*offset));
+        }
         self.hasher.index_bits(hash) as u32
     }
 
-    /// The block that follows `position` with exactly these tokens.
-    pub(crate) fn next(&mut self, position: NodePosition, tokens: &[u32]) -> Option<NodePosition> {
+    /// The block that follows `position` with exactly these tokens and this label.
+    pub(crate) fn next(
+        &mut self,
+        position: NodePosition,
+        tokens: &[u32],
+        label: Option<&Label>,
+    ) -> Option<NodePosition> {
         debug_assert_eq!(tokens.len(), self.block_size);
         let node = self.node(position.node);
         let at = position.offset as usize * self.block_size;
-        if node.tokens.get(at..at + self.block_size) == Some(tokens) {
+        if label.is_none() && node.tokens.get(at..at + self.block_size) == Some(tokens) {
             return Some(NodePosition::new(position.node, position.offset + 1));
         }
-        Some(NodePosition::new(self.child(position, tokens)?, 1))
+        Some(NodePosition::new(self.child(position, tokens, label)?, 1))
     }
 
     /// The child of `position` that begins with this block. The latest child is compared before anything is hashed.
-    fn child(&mut self, position: NodePosition, tokens: &[u32]) -> Option<NodeId> {
+    fn child(
+        &mut self,
+        position: NodePosition,
+        tokens: &[u32],
+        label: Option<&Label>,
+    ) -> Option<NodeId> {
         let node = self.node(position.node);
         if !node.has_child(position.offset) {
             return None;
         }
         let latest = node.latest_child;
-        if latest != NodeId::NONE && self.begins_with(latest, position, tokens) {
+        if latest != NodeId::NONE && self.begins_with(latest, position, tokens, label) {
             return Some(latest);
         }
         self.num_hashed += 1;
-        let hash = self.index_hash(position, tokens);
-        let matches = |node| self.begins_with(node, position, tokens);
+        let hash = self.index_hash(position, tokens, label);
+        let matches = |node| self.begins_with(node, position, tokens, label);
         let child = self.index.find(hash, matches)?;
         self.node_mut(position.node).latest_child = child;
         Some(child)
     }
 
     /// Whether a node is a child of `parent` and begins with this block.
-    fn begins_with(&self, node: NodeId, parent: NodePosition, tokens: &[u32]) -> bool {
+    fn begins_with(
+        &self,
+        node: NodeId,
+        parent: NodePosition,
+        tokens: &[u32],
+        label: Option<&Label>,
+    ) -> bool {
         let node = self.node(node);
-        node.parent == parent && node.tokens.get(..self.block_size) == Some(tokens)
+        let begins = node.parent == parent && node.tokens.get(..self.block_size) == Some(tokens);
+        begins && node.label.as_deref() == label
     }
 
     /// Follows `tokens` from `position` over blocks that are held and `usable`, and adds them to `blocks`. For
@@ -298,7 +321,7 @@ impl RadixTree {
             if followed < equal || tokens.len() < size {
                 break;
             }
-            let Some(node) = self.child(position, &tokens[..size]) else {
+            let Some(node) = self.child(position, &tokens[..size], None) else {
                 break;
             };
             if !usable(self.node(node).blocks[0]) {
@@ -309,13 +332,39 @@ impl RadixTree {
         position
     }
 
+    /// As `follow`, where the namespace switches `indices` logical blocks after `position`.
+    #[cold]
+    fn follow_switch(
+        &mut self,
+        position: NodePosition,
+        tokens: &[u32],
+        (indices, label): (usize, &Label),
+        blocks: &mut Vec<BlockId>,
+        usable: impl Fn(BlockId) -> bool,
+    ) -> NodePosition {
+        let end = blocks.len() + indices;
+        let (before, rest) = tokens.split_at((indices * self.block_size).min(tokens.len()));
+        let position = self.follow(position, before, blocks, &usable);
+        let Some(first) = rest.get(..self.block_size).filter(|_| blocks.len() == end) else {
+            return position;
+        };
+        let child = self.child(position, first, Some(label));
+        let usable = |block| block != BlockId::NONE && usable(block);
+        match child.filter(|&child| usable(self.node(child).blocks[0])) {
+            Some(child) => self.follow(NodePosition::new(child, 0), rest, blocks, usable),
+            None => position,
+        }
+    }
+
     /// The `usable` block after `position` with the longest prefix in common with `tokens`, of at least `min_tokens`;
     /// and the length of that prefix. Of several, the one with the lowest block id. It compares the block that
-    /// continues the node, and the newest `max_children` children.
+    /// continues the node, and the newest `max_children` children. Blocks with different labels have the tokens before
+    /// the first switch in common.
     pub(crate) fn longest_partial_match(
         &self,
         position: NodePosition,
         tokens: &[u32],
+        label: Option<&Label>,
         min_tokens: usize,
         max_children: usize,
         usable: impl Fn(NodePosition) -> bool,
@@ -323,8 +372,8 @@ impl RadixTree {
         let first = *tokens.first()?;
         let node = self.node(position.node);
         let mut best = None;
-        let mut compare = |candidate: NodePosition, known: &[u32]| {
-            let pairs = known.iter().zip(tokens);
+        let mut compare = |candidate: NodePosition, known: &[u32], of: Option<&Label>| {
+            let pairs = known.iter().zip(tokens).take(Label::common(label, of));
             let agrees = pairs.take_while(|(known, token)| known == token).count();
             let value = (agrees, Reverse(self.block(candidate, 0)));
             let better = best.is_none_or(|(_, than)| value > than);
@@ -334,7 +383,8 @@ impl RadixTree {
         };
         let at = position.offset as usize * self.block_size;
         if let Some(known) = node.tokens.get(at..at + self.block_size) {
-            compare(NodePosition::new(position.node, position.offset + 1), known);
+            let next = NodePosition::new(position.node, position.offset + 1);
+            compare(next, known, None);
         }
         let newest = node.find_children(position.offset);
         let mut child = newest.map_or(NodeId::NONE, |at| node.children[at].newest);
@@ -344,20 +394,25 @@ impl RadixTree {
             }
             let node = self.node(child);
             if min_tokens == 0 || node.tokens.first() == Some(&first) {
-                compare(NodePosition::new(child, 1), &node.tokens);
+                compare(
+                    NodePosition::new(child, 1),
+                    &node.tokens,
+                    node.label.as_deref(),
+                );
             }
             child = node.older_sibling;
         }
         best.map(|(candidate, (agrees, _))| (candidate, agrees))
     }
 
-    /// Adds blocks after `position`, the first of which is not there yet. `blocks`: by block, then by layer
-    /// group. Returns the position of the last one.
+    /// Adds blocks after `position`, the first of which is not there yet, and has this label. `blocks`: by block, then by
+    /// layer group. Returns the position of the last one.
     pub(crate) fn append(
         &mut self,
         position: NodePosition,
         tokens: &[u32],
         blocks: &[BlockId],
+        label: Option<&Label>,
     ) -> NodePosition {
         // Pools of one group, which are most, need no division.
         let len = match self.groups {
@@ -367,13 +422,13 @@ impl RadixTree {
         debug_assert_eq!(tokens.len(), len as usize * self.block_size);
         self.num_blocks += len as usize;
         let node = self.node_mut(position.node);
-        if position.offset == node.len && node.namespace.is_none() {
+        if position.offset == node.len && node.namespace.is_none() && label.is_none() {
             node.tokens.extend_from_slice(tokens);
             node.blocks.extend_from_slice(blocks);
             node.len += len;
             return NodePosition::new(position.node, node.len);
         }
-        let hash = self.index_hash(position, &tokens[..self.block_size]);
+        let hash = self.index_hash(position, &tokens[..self.block_size], label);
         self.num_hashed += 1;
         let child = self.insert_node(Node {
             parent: position,
@@ -381,6 +436,7 @@ impl RadixTree {
             len,
             tokens: tokens.to_vec(),
             blocks: blocks.to_vec(),
+            label: label.map(|label| Box::new(label.clone())),
             ..Node::default()
         });
         self.index.insert(hash, child);
@@ -577,15 +633,22 @@ impl RadixTree {
     pub(crate) fn leads_to(
         &self,
         root: NodePosition,
-        mut tokens: &[u32],
+        prompt: Labelled<'_>,
         mut position: NodePosition,
     ) -> bool {
+        let mut tokens = prompt.tokens;
         while position.offset > 0 {
             let node = self.node(position.node);
             let known = &node.tokens[..position.offset as usize * self.block_size];
             let Some(rest) = tokens.strip_suffix(known) else {
                 return false;
             };
+            let (first, end) = (rest.len() / self.block_size, tokens.len() / self.block_size);
+            let switch = prompt.switch.filter(|of| (first..end).contains(&of.index));
+            let is_here = switch.is_none_or(|switch| switch.index == first);
+            if !is_here || node.label.as_deref() != switch.map(|switch| &switch.label) {
+                return false;
+            }
             tokens = rest;
             position = node.parent;
         }
@@ -633,8 +696,11 @@ impl RadixTree {
             return Some(self.hasher.root(namespace));
         }
         let known = node.num_hashed as usize;
-        let before = match known {
-            0 => parent,
+        let before = match (known, &node.label) {
+            (0, None) => parent,
+            (0, Some(label)) => {
+                parent.map(|parent| self.hasher.switch(parent, label.offset, &label.name))
+            }
             _ => node.hashes.get(known - 1).copied(),
         };
         node.num_hashed = node.num_hashed.max(position.offset);
@@ -687,11 +753,13 @@ impl RadixTree {
         if hashes.is_empty() {
             return None;
         }
+        let (namespace, switch) = self.origin(end);
         Some(Event::Stored {
             hashes: hashes.to_vec(),
             parent,
             tokens: node.tokens[first * self.block_size..last * self.block_size].to_vec(),
-            namespace: self.namespace(end),
+            namespace,
+            switch,
         })
     }
 
@@ -703,23 +771,40 @@ impl RadixTree {
         block: BlockId,
     ) -> Option<Evicted> {
         let before = self.parent(position).filter(|before| before.offset > 0);
+        let (namespace, switch) = self.origin(position);
         Some(Evicted {
             block,
             group,
             hash: self.hash(position)?,
             parent: before.and_then(|before| self.hash(before)),
             tokens: self.tokens(position).to_vec(),
-            namespace: self.namespace(position),
+            namespace,
+            switch,
         })
     }
 
-    pub(crate) fn namespace(&self, mut position: NodePosition) -> Arc<[u8]> {
+    pub(crate) fn namespace(&self, position: NodePosition) -> Arc<[u8]> {
+        self.origin(position).0
+    }
+
+    /// The namespace of a block, and where it switches at or before the block.
+    fn origin(&self, mut position: NodePosition) -> (Arc<[u8]>, Option<(usize, Arc<[u8]>)>) {
+        // Of the label: the blocks from its own one to the end.
+        let (mut indices, mut label) = (0, None);
         loop {
             let node = self.node(position.node);
-            match &node.namespace {
-                Some(name) => return Arc::clone(name),
-                None => position = node.parent,
+            indices += position.offset as usize;
+            if let Some(of) = &node.label {
+                label = Some((of, indices));
             }
+            if let Some(namespace) = &node.namespace {
+                let switch = label.map(|(of, to_end)| {
+                    let start = (indices - to_end) * self.block_size;
+                    (start + of.offset as usize, Arc::clone(&of.name))
+                });
+                return (Arc::clone(namespace), switch);
+            }
+            position = node.parent;
         }
     }
 
@@ -822,25 +907,33 @@ impl Match {
 }
 
 impl RadixTree {
-    /// Finds the longest continuation of the first `from` blocks of `tokens` over `usable` blocks, from `matched.last`.
+    /// Finds the longest continuation of the first `from` blocks of a prompt over `usable` blocks, from `matched.last`.
     pub(crate) fn find_match(
         &mut self,
         matched: &mut Match,
         groups: &Groups,
-        tokens: &[u32],
+        prompt: Labelled<'_>,
         from: usize,
         usable: impl Fn(BlockId) -> bool,
     ) {
+        let Labelled { tokens, switch } = prompt;
         let rest = &tokens[(from * self.block_size).min(tokens.len())..];
         if groups.is_one() {
-            matched.last = self.follow(matched.last, rest, &mut matched.blocks, usable);
+            let blocks = &mut matched.blocks;
+            matched.last = match switch {
+                Some(Switch { index, label }) if *index >= from => {
+                    self.follow_switch(matched.last, rest, (index - from, label), blocks, usable)
+                }
+                _ => self.follow(matched.last, rest, blocks, usable),
+            };
             matched.num_indices = matched.blocks.len();
             return;
         }
         matched.usable.resize(self.groups, from);
         let mut position = matched.last;
         for (index, tokens) in rest.chunks_exact(self.block_size).enumerate() {
-            let Some(next) = self.next(position, tokens) else {
+            let label = prompt.label(from + index);
+            let Some(next) = self.next(position, tokens, label) else {
                 break;
             };
             let block = |group| self.block(next, group).filter(|&block| usable(block));

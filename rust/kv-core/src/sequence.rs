@@ -8,6 +8,8 @@ use std::ops::Deref;
 use crate::error::Error;
 use crate::explain::Miss;
 use crate::ids::{BlockId, NodePosition, SeqKey};
+use crate::switch::{Label, Labelled, Switch};
+use crate::sync::Arc;
 use crate::table::BlockTable;
 
 /// The registered prefix of a sequence: its blocks are those on the path to `last` in the radix tree. They are
@@ -94,9 +96,9 @@ pub(crate) struct SequenceState {
     pub(crate) table: BlockTable,
     pub(crate) root: NodePosition,
     /// Cached tokens that it reuses, since it was last without blocks.
-    pub(crate) cached: usize,
+    pub(crate) cached: u32,
     /// Tokens that its own transfers restored, since then.
-    pub(crate) restored: usize,
+    pub(crate) restored: u32,
     /// Of the cached tokens: those that an open step was to compute, and those copied from a part of a block.
     pub(crate) in_flight: u32,
     pub(crate) copied: u32,
@@ -108,6 +110,8 @@ pub(crate) struct SequenceState {
     pub(crate) miss: Option<Box<Miss>>,
     /// The kept states of a model that has any.
     pub(crate) state: Option<Box<StateTrack>>,
+    /// Where its namespace switches.
+    pub(crate) switch: Option<Arc<Switch>>,
     /// False: it computes its whole prompt. Its blocks are registered all the same.
     pub(crate) read_cache: bool,
     /// Earlier weights computed its first tokens: it goes on over its blocks, none of which is registered, matched or
@@ -148,6 +152,7 @@ impl std::ops::DerefMut for Sequence {
 
 const _: () = assert!(offset_of!(SequenceState, registered) + size_of::<u32>() == 64);
 const _: () = assert!(offset_of!(SequenceState, root) == 128);
+const _: () = assert!(size_of::<SequenceState>() == 192);
 
 /// A set of open plans, of which there are at most two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -207,6 +212,21 @@ impl Sequence {
     #[inline]
     pub(crate) fn may_share(&self, index: usize) -> bool {
         (self.registered.end()..self.shared_indices as usize).contains(&index)
+    }
+
+    /// Its tokens, with the switch of its namespace.
+    #[inline]
+    pub(crate) fn labelled(&self) -> Labelled<'_> {
+        Labelled {
+            tokens: &self.tokens,
+            switch: self.switch.as_deref(),
+        }
+    }
+
+    /// The label of a logical block.
+    #[inline]
+    pub(crate) fn label(&self, index: usize) -> Option<&Label> {
+        self.labelled().label(index)
     }
 
     /// The row that samples its last pending token, if it has one.
@@ -304,8 +324,8 @@ impl Sequence {
 
     /// Counts cached tokens that it reuses, and tokens that its own transfer restored.
     pub(crate) fn count_reused(&mut self, cached: usize, restored: usize) {
-        self.0.cached += cached;
-        self.0.restored += restored;
+        self.0.cached += cached as u32;
+        self.0.restored += restored as u32;
     }
 
     /// Counts those of the reused tokens that were in flight, and those that were copied.
@@ -374,6 +394,11 @@ impl Sequence {
         if self.shared_indices as usize <= full {
             self.0.shared_indices = 0;
         }
+    }
+
+    /// Lets its namespace switch; it has no blocks.
+    pub(crate) fn set_switch(&mut self, switch: Option<Arc<Switch>>) {
+        self.0.switch = switch;
     }
 
     /// It has computed nothing, and begins with these weights.
@@ -530,6 +555,7 @@ impl Sequences {
         self.vacant.push(seq_idx);
         let seq = &mut self.at_mut(seq_idx).0;
         (seq.id, seq.tokens, seq.table) = (0, Vec::new(), BlockTable::new(1));
+        seq.switch = None;
         (seq.registered, seq.root)
     }
 

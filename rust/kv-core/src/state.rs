@@ -15,6 +15,7 @@ use crate::radix::Match;
 use crate::sequence::{PlanSet, Registered, Sequence, Sequences, StateTrack};
 use crate::step::state_work::StateWork;
 use crate::step::steps::Steps;
+use crate::switch::Labelled;
 use crate::table::BlockTable;
 
 /// The state that steps change.
@@ -187,14 +188,14 @@ impl State {
         })
     }
 
-    pub(crate) fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> PrefixBlocks {
+    pub(crate) fn match_prefix(&mut self, tokens: Labelled<'_>, namespace: &[u8]) -> PrefixBlocks {
         let Some(root) = self.pool.tree().root(namespace) else {
             return PrefixBlocks::none(self.groups.len());
         };
         let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
         let root = Registered::at_root(root);
         if pool.snapshots().is_some() {
-            let limits = (0, tokens.len());
+            let limits = (0, tokens.tokens.len());
             pool.find_match_with_state(matched, groups, tokens, root, Purpose::Read, limits);
         } else {
             pool.find_match(matched, groups, tokens, root, Purpose::Read);
@@ -210,7 +211,11 @@ impl State {
     }
 
     /// The positions of the snapshots of the longest cached prefix that are not spare, in order.
-    pub(crate) fn snapshot_positions(&mut self, tokens: &[u32], namespace: &[u8]) -> Vec<usize> {
+    pub(crate) fn snapshot_positions(
+        &mut self,
+        tokens: Labelled<'_>,
+        namespace: &[u8],
+    ) -> Vec<usize> {
         let matched = self.match_prefix(tokens, namespace);
         let (mut at, mut length) = (matched.end, matched.table.end());
         let mut positions = Vec::new();
@@ -257,8 +262,11 @@ impl State {
         let Some(last) = pin.end() else {
             return Ok(());
         };
-        let leads_there = |tokens| self.pool.tree().leads_to(seq.root, tokens, last);
-        if !seq.tokens.get(..tokens).is_some_and(leads_there) {
+        let fits = tokens <= seq.tokens.len() && {
+            let prefix = seq.labelled().first(tokens);
+            self.pool.tree().leads_to(seq.root, prefix, last)
+        };
+        if !fits {
             return Err(Error::PinMismatch {
                 pin_tokens: tokens,
                 sequence_tokens: seq.tokens.len(),
@@ -313,10 +321,15 @@ impl State {
             BlockTable::new(self.groups.len())
         });
         let tokens = seq.tokens[..num_tokens].to_vec();
-        let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
-        let restored = seq.restored.min(computed - cached);
+        let (root, read_cache, cached) = (
+            seq.root,
+            seq.read_cache,
+            (seq.cached as usize).min(computed),
+        );
+        let restored = (seq.restored as usize).min(computed - cached);
         let old_weights = (seq.is_private && computed > 0).then_some(seq.weights_version);
         let state = seq.state.clone().filter(|_| computed > 0);
+        let switch = seq.switch.clone();
         for group in 0..self.groups.len() {
             self.pool.hold_all(table.blocks_of(group));
         }
@@ -326,6 +339,7 @@ impl State {
         let version = self.pool.weights_version();
         let key = self.seqs.insert(tokens, root, read_cache, version);
         let fork = self.seqs.at_mut(key.seq_idx);
+        fork.set_switch(switch);
         if let Some(version) = old_weights {
             fork.go_on_with(version);
         }

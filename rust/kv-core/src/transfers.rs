@@ -77,7 +77,7 @@ impl State {
         if seq.planned_end > 0 || !seq.table.is_empty() || !self.caching || !seq.read_cache {
             return false;
         }
-        let tokens = &seq.tokens[..num_tokens.min(seq.tokens.len())];
+        let tokens = seq.labelled().first(num_tokens.min(seq.tokens.len()));
         let (matched, groups) = (&mut self.matched, &self.groups);
         let root = seq.registered;
         self.pool
@@ -214,8 +214,9 @@ impl State {
         let block_size = self.groups.block_size();
         let (mut next, mut positions) = (Some(self.matched.last), Vec::new());
         for index in indices {
-            let tokens = &self.seqs.at(seq_idx).tokens[index * block_size..][..block_size];
-            next = next.and_then(|position| self.pool.next(position, tokens));
+            let seq = self.seqs.at(seq_idx);
+            let tokens = &seq.tokens[index * block_size..][..block_size];
+            next = next.and_then(|at| self.pool.next(at, tokens, seq.label(index)));
             if !next.is_none_or(|position| self.pool.are_ready(position)) {
                 return (positions, next);
             }
@@ -236,10 +237,12 @@ impl State {
         let block_size = self.groups.block_size();
         let mut loading = loading.iter().peekable();
         for index in indices {
-            let tokens = &self.seqs.at(seq_idx).tokens[index * block_size..][..block_size];
-            position = match self.pool.next(position, tokens) {
+            let seq = self.seqs.at(seq_idx);
+            let tokens = &seq.tokens[index * block_size..][..block_size];
+            let label = seq.label(index);
+            position = match self.pool.next(position, tokens, label) {
                 Some(next) => next,
-                None => self.pool.append_empty(position, tokens),
+                None => self.pool.append_empty(position, tokens, label),
             };
             while let Some(next) = loading.next_if(|next| next.index == index) {
                 self.pool.store(position, next.group, next.block, number);

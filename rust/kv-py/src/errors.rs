@@ -37,6 +37,8 @@ pub(crate) fn raise(error: Error) -> PyErr {
     match error {
         Error::OutOfRange { .. }
         | Error::Namespace { .. }
+        | Error::EmptySwitch { .. }
+        | Error::SwitchPosition { .. }
         | Error::UnknownPolicy(_)
         | Error::OutOfMemory { .. }
         | Error::UnknownGroup { .. }

@@ -14,6 +14,7 @@ struct Row {
     parent: Option<u128>,
     tokens: Vec<u32>,
     namespace: Arc<[u8]>,
+    switch: Option<(usize, Arc<[u8]>)>,
 }
 
 /// A prefix became cached in a block. Parents are stored before their children.
@@ -53,6 +54,13 @@ impl Stored {
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.row.namespace)
+    }
+
+    /// Where the namespace switches, and to which name, if the block contains that position or follows it.
+    #[getter]
+    fn switch<'py>(&self, py: Python<'py>) -> Option<(usize, Bound<'py, PyBytes>)> {
+        let (position, name) = self.row.switch.as_ref()?;
+        Some((*position, PyBytes::new(py, name)))
     }
 
     fn __repr__(&self) -> String {
@@ -131,6 +139,7 @@ pub(crate) fn push_event(event: Event, list: &Bound<'_, PyList>) -> PyResult<()>
             parent,
             tokens,
             namespace,
+            switch,
         } => {
             let count = hashes.len();
             let row = Arc::new(Row {
@@ -138,6 +147,7 @@ pub(crate) fn push_event(event: Event, list: &Bound<'_, PyList>) -> PyResult<()>
                 parent,
                 tokens,
                 namespace,
+                switch,
             });
             bounded::extend(list, 0..count, |at| {
                 let row = Arc::clone(&row);

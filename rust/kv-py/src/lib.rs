@@ -28,6 +28,7 @@ mod snapshot;
 mod store;
 mod stored_prefix;
 mod suffix_index;
+mod switch;
 mod tokens;
 mod trace;
 mod trace_player;

@@ -23,6 +23,7 @@ use crate::plan::StepPlan;
 use crate::replica_index::packed;
 use crate::sequence::Sequence;
 use crate::snapshot::PoolSnapshot;
+use crate::switch::{in_namespace, switch_of};
 use crate::tokens::token_ids;
 use crate::trace::os_error;
 use crate::transfer::evicted_list;
@@ -154,16 +155,22 @@ impl BlockManager {
     /// `tokens` is a list of ints, a one-dimensional integer buffer, or such a tensor in CPU memory (DLPack). No block
     /// is shared across different values of `namespace`. With `read_cache=False`, every token is computed, for callers
     /// that need the logits of all prompt tokens. Dropping the object frees the sequence. Raises `TokenError`.
-    #[pyo3(signature = (tokens, *, namespace = None, read_cache = true))]
+    ///
+    /// With `switch=(position, name)`, blocks that end at or before `position` are those of `namespace`; the block that
+    /// contains it and those after it are shared only between sequences with the same position and name. Raises
+    /// `ConfigError` for an empty name, or a position that is negative or beyond 32 bits.
+    #[pyo3(signature = (tokens, *, namespace = None, read_cache = true, switch = None))]
     fn sequence(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
         read_cache: bool,
+        switch: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Sequence> {
         let tokens = token_ids(tokens)?;
-        let namespace = namespace.unwrap_or_default();
+        let switch = switch_of(switch)?;
+        let namespace = in_namespace(namespace, &switch);
         let handle = self
             .core
             .with(py, |core| core.sequence(tokens, namespace, read_cache))?;
@@ -171,30 +178,34 @@ impl BlockManager {
     }
 
     /// Pins the longest cached prefix of `tokens`, in whole blocks; it may be empty.
-    #[pyo3(signature = (tokens, *, namespace = None))]
+    #[pyo3(signature = (tokens, *, namespace = None, switch = None))]
     fn match_prefix(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
+        switch: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Pin> {
         let tokens = token_ids(tokens)?;
-        let namespace = namespace.unwrap_or_default();
+        let switch = switch_of(switch)?;
+        let namespace = in_namespace(namespace, &switch);
         self.core
             .with(py, |core| core.match_prefix(&tokens, namespace))
             .map(Pin::new)
     }
 
     /// The positions in `tokens` at which their longest cached prefix has snapshots, in order, without spare ones.
-    #[pyo3(signature = (tokens, *, namespace = None))]
+    #[pyo3(signature = (tokens, *, namespace = None, switch = None))]
     fn snapshot_positions(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
+        switch: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<usize>> {
         let tokens = token_ids(tokens)?;
-        let namespace = namespace.unwrap_or_default();
+        let switch = switch_of(switch)?;
+        let namespace = in_namespace(namespace, &switch);
         self.core
             .with(py, |core| core.snapshot_positions(&tokens, namespace))
     }
@@ -204,15 +215,17 @@ impl BlockManager {
     ///
     /// The answer depends on this namespace alone. Evictions are remembered by a manager that was created with
     /// `explain=True`.
-    #[pyo3(signature = (tokens, *, namespace = None))]
+    #[pyo3(signature = (tokens, *, namespace = None, switch = None))]
     fn explain(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
+        switch: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Explanation> {
         let tokens = token_ids(tokens)?;
-        let namespace = namespace.unwrap_or_default();
+        let switch = switch_of(switch)?;
+        let namespace = in_namespace(namespace, &switch);
         self.core.with(py, |core| {
             let explanation = core.explain(&tokens, namespace)?;
             Ok(Explanation::new(explanation, core.config()))

@@ -15,6 +15,7 @@ use crate::manager::windows_of;
 use crate::numbers::{in_words, number, seconds};
 use crate::opened_store::OpenedStore;
 use crate::stored_prefix::StoredPrefix;
+use crate::switch::{in_namespace, switch_of};
 use crate::tokens::token_ids;
 
 /// More fingerprints than a store holds.
@@ -174,12 +175,14 @@ impl KVStore {
     /// `BlockManager.groups` as `windows`. Without it, no layer group has a window. It hashes every block once per
     /// fingerprint.
     ///
+    /// `namespace` and `switch` are those of `BlockManager.sequence`.
+    ///
     /// For a model with states, `state` is the fingerprint of its snapshots and the number of blocks of each. They have
     /// the layer group after the others.
     ///
     /// Raises `TokenError` for invalid tokens, and `ConfigError` for a `block_size` of 0, invalid fingerprints, another
     /// number of windows, or snapshots of no block.
-    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None, windows = None, state = None))]
+    #[pyo3(signature = (tokens, block_size, *, fingerprints, namespace = None, switch = None, windows = None, state = None))]
     #[allow(clippy::too_many_arguments)]
     fn prefix(
         &self,
@@ -188,6 +191,7 @@ impl KVStore {
         block_size: &Bound<'_, PyAny>,
         fingerprints: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
+        switch: Option<&Bound<'_, PyAny>>,
         windows: Option<&Bound<'_, PyAny>>,
         state: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     ) -> PyResult<StoredPrefix> {
@@ -213,11 +217,12 @@ impl KVStore {
         }
         let state = state.map(|state| state_of(&state)).transpose()?;
         let groups: Vec<_> = fingerprints.into_iter().zip(windows).collect();
-        let namespace = namespace.unwrap_or_default().to_vec();
+        let switch = switch_of(switch)?;
+        let namespace = in_namespace(namespace, &switch);
         let (tokens, opened) = (token_ids(tokens)?, Arc::clone(&self.opened));
         self.with(py, |_| {
             Ok(StoredPrefix::hash(
-                opened, tokens, namespace, block_size, &groups, state,
+                opened, tokens, &namespace, block_size, &groups, state,
             ))
         })
     }

@@ -6,7 +6,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kv_store::{Block, BlockKey, Fingerprint, Get, Prefix, Put, Store};
+use kv_core::Namespace;
+use kv_store::{Block, BlockKey, Fingerprint, Get, Put, Store};
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -25,7 +26,8 @@ pub(crate) const MAX_BLOCKS: usize = 1 << 31;
 /// The keys of a prompt's blocks for one layer group.
 struct GroupKeys {
     fingerprint: Fingerprint,
-    root: BlockKey,
+    /// Of each block, that of its parent: with the switch of the namespace in the block that contains it.
+    parents: Vec<BlockKey>,
     keys: Vec<BlockKey>,
     window: Option<usize>,
 }
@@ -59,31 +61,62 @@ pub(crate) struct StoredPrefix {
     state: Option<(GroupKeys, usize)>,
 }
 
+impl GroupKeys {
+    fn hash(
+        fingerprint: Fingerprint,
+        window: Option<usize>,
+        blocks: std::slice::ChunksExact<'_, u32>,
+        namespace: &Namespace<'_>,
+    ) -> Self {
+        let (mut parents, mut keys) = (Vec::new(), Vec::new());
+        let mut last = BlockKey::root(fingerprint, namespace.name);
+        let mut start = 0;
+        for tokens in blocks {
+            let end = start + tokens.len();
+            if let Some((at, name)) = namespace.switch
+                && (start..end).contains(&at)
+            {
+                last = last.switch(fingerprint, (at - start) as u32, name);
+            }
+            parents.push(last);
+            last = last.child(fingerprint, tokens);
+            keys.push(last);
+            start = end;
+        }
+        Self {
+            fingerprint,
+            parents,
+            keys,
+            window,
+        }
+    }
+}
+
 impl StoredPrefix {
     /// Hashes every full block once for each layer group, given by its fingerprint and window; and for snapshots of
     /// `state`, given by their fingerprint and the number of their blocks.
     pub(crate) fn hash(
         opened: Arc<OpenedStore>,
         tokens: Vec<u32>,
-        namespace: Vec<u8>,
+        namespace: &Namespace<'_>,
         block_size: usize,
         groups: &[(Fingerprint, Option<usize>)],
         state: Option<(Fingerprint, usize)>,
     ) -> Self {
-        let keys = |&(fingerprint, window): &(Fingerprint, Option<usize>)| GroupKeys {
-            fingerprint,
-            window,
-            root: BlockKey::root(fingerprint, &namespace),
-            keys: Prefix::new(fingerprint, &namespace, &tokens, block_size)
-                .keys()
-                .to_vec(),
+        let keys = |&(fingerprint, window): &(Fingerprint, Option<usize>)| {
+            GroupKeys::hash(
+                fingerprint,
+                window,
+                tokens.chunks_exact(block_size),
+                namespace,
+            )
         };
         Self {
             groups: groups.iter().map(keys).collect(),
             state: state.map(|(fingerprint, blocks)| (keys(&(fingerprint, None)), blocks)),
             opened,
+            namespace: namespace.name.to_vec(),
             tokens,
-            namespace,
             block_size,
         }
     }
@@ -152,11 +185,10 @@ impl StoredPrefix {
 
     fn block(&self, index: usize, group: usize) -> Block<'_> {
         let group = self.keys(group);
-        let parent = index.checked_sub(1).map(|parent| group.keys[parent]);
         Block {
             fingerprint: group.fingerprint,
             namespace: &self.namespace,
-            parent: parent.unwrap_or(group.root),
+            parent: group.parents[index],
             tokens: &self.tokens[index * self.block_size..][..self.block_size],
         }
     }

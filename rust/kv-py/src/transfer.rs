@@ -187,6 +187,13 @@ impl Evicted {
         &self.0.tokens
     }
 
+    /// Where the namespace switches, and to which name, if the block contains that position or follows it.
+    #[getter]
+    fn switch<'py>(&self, py: Python<'py>) -> Option<(usize, Bound<'py, PyBytes>)> {
+        let (position, name) = self.0.switch.as_ref()?;
+        Some((*position, PyBytes::new(py, name)))
+    }
+
     /// The namespace in which it was cached.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {

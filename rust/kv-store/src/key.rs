@@ -34,6 +34,17 @@ impl BlockKey {
         Self(*hasher.finalize().as_bytes())
     }
 
+    /// The key that takes the place of a parent's for a block in which the namespace switches: from its token at `offset`
+    /// on, it belongs to `name`.
+    pub fn switch(&self, fingerprint: Fingerprint, offset: u32, name: &[u8]) -> Self {
+        let mut hasher = blake3::Hasher::new_keyed(&fingerprint.0);
+        hasher.update(&[2]);
+        hasher.update(&self.0);
+        hasher.update(&offset.to_le_bytes());
+        hasher.update(name);
+        Self(*hasher.finalize().as_bytes())
+    }
+
     /// The key of the block that holds `tokens` and follows the block with this key.
     pub fn child(&self, fingerprint: Fingerprint, tokens: &[u32]) -> Self {
         let mut hasher = blake3::Hasher::new_keyed(&fingerprint.0);

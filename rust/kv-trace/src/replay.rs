@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::io::{BufReader, Read};
 
 use kv_core::{
-    Answer, BlockManager, Call, Config, Error, Pin, PlanHandle, PlanKey, PrefillRequest, Reserve,
-    SeqHandle, SeqKey, SequenceView, Transfer, TransferKey,
+    Answer, BlockManager, Call, Config, Error, Namespace, Pin, PlanHandle, PlanKey, PrefillRequest,
+    Reserve, SeqHandle, SeqKey, SequenceView, Transfer, TransferKey,
 };
 
 use crate::error::TraceError;
@@ -269,7 +269,20 @@ impl Player {
                 read_cache,
             } => {
                 let tokens = tokens.clone();
-                let handle = self.manager.sequence(tokens, namespace, *read_cache)?;
+                let handle = self.manager.sequence(tokens, &namespace[..], *read_cache)?;
+                self.keep(handle)?
+            }
+            Call::SwitchingSequence {
+                tokens,
+                namespace,
+                read_cache,
+                position,
+                other,
+            } => {
+                let namespace = Namespace::switching(namespace, *position, other);
+                let handle = self
+                    .manager
+                    .sequence(tokens.clone(), namespace, *read_cache)?;
                 self.keep(handle)?
             }
             Call::Fork {
@@ -352,6 +365,16 @@ impl Player {
     fn apply_to_pins(&mut self, call: &Call) -> Result<Answer, Halt> {
         Ok(match call {
             Call::MatchPrefix { tokens, namespace } => {
+                let pin = self.manager.match_prefix(tokens, &namespace[..])?;
+                self.grant(pin)?
+            }
+            Call::MatchSwitchingPrefix {
+                tokens,
+                namespace,
+                position,
+                other,
+            } => {
+                let namespace = Namespace::switching(namespace, *position, other);
                 let pin = self.manager.match_prefix(tokens, namespace)?;
                 self.grant(pin)?
             }

@@ -97,6 +97,8 @@ impl Text for Call {
             WantSnapshots { sequence, positions }
             KeepSnapshot { sequence }
             AdvanceWeightsVersion {}
+            SwitchingSequence { tokens, namespace, read_cache, position, other }
+            MatchSwitchingPrefix { tokens, namespace, position, other }
         );
         format!("{}({})", self.kind(), arguments.join(", "))
     }

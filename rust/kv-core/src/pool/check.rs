@@ -220,9 +220,9 @@ mod tests {
         let root = pool.tree.acquire_root(b"");
         let mut taken = Vec::new();
         pool.take(5, &mut taken);
-        let end = pool.append(root, &[1, 1, 2, 2], &taken[..2], 1);
+        let end = pool.append(root, &[1, 1, 2, 2], &taken[..2], 1, None);
         let first = NodePosition { offset: 1, ..end };
-        pool.append(first, &[3, 3], &taken[4..], 1);
+        pool.append(first, &[3, 3], &taken[4..], 1, None);
         pool.pin(taken[2]);
         shared.hold(taken[3]);
         shared.pin_refs_floor.fetch_add(1, Ordering::AcqRel);

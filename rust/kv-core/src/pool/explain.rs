@@ -3,6 +3,7 @@
 use super::Pool;
 use crate::explain::{MissReason, PastEviction};
 use crate::ids::NodePosition;
+use crate::switch::Label;
 
 /// Cached blocks after a match that are compared with the prompt: the newest ones.
 const MAX_NEIGHBOURS: usize = 64;
@@ -12,19 +13,19 @@ impl Pool {
     pub(crate) fn explain_block(
         &mut self,
         last: NodePosition,
-        block: &[u32],
+        (block, label): (&[u32], Option<&Label>),
         namespace: &[u8],
         position: usize,
     ) -> MissReason {
         let last = last.some();
-        let is_known = last.is_some_and(|last| self.next(last, block).is_some());
-        let eviction = self.find_eviction(last, block, namespace);
+        let is_known = last.is_some_and(|last| self.next(last, block, label).is_some());
+        let eviction = self.find_eviction(last, (block, label), namespace);
         if is_known || eviction.is_some() {
             return MissReason::Evicted(eviction);
         }
         let nearest = last.and_then(|last| {
             self.tree
-                .longest_partial_match(last, block, 0, MAX_NEIGHBOURS, |_| true)
+                .longest_partial_match(last, block, label, 0, MAX_NEIGHBOURS, |_| true)
         });
         match nearest {
             Some((near, agrees)) if position + agrees > 0 => MissReason::Diverged {
@@ -38,7 +39,7 @@ impl Pool {
     fn find_eviction(
         &mut self,
         last: Option<NodePosition>,
-        block: &[u32],
+        (block, label): (&[u32], Option<&Label>),
         namespace: &[u8],
     ) -> Option<PastEviction> {
         self.history.as_ref()?;
@@ -46,7 +47,12 @@ impl Pool {
             Some(last) => self.tree.hash(last)?,
             None => self.tree.hasher().root(namespace),
         };
-        let hash = self.tree.hasher().child(parent, block);
+        let hasher = self.tree.hasher();
+        let parent = match label {
+            Some(Label { offset, name }) => hasher.switch(parent, *offset, name),
+            None => parent,
+        };
+        let hash = hasher.child(parent, block);
         self.history.as_ref()?.find(namespace, hash)
     }
 }

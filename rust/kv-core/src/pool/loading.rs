@@ -4,6 +4,7 @@
 
 use super::Pool;
 use crate::ids::{BlockId, NodePosition};
+use crate::switch::Label;
 
 impl Pool {
     /// Whether a transfer is to fill a block.
@@ -43,9 +44,14 @@ impl Pool {
     }
 
     /// Adds a block without block ids after `position`. The caller stores one of it or of a block after it.
-    pub(crate) fn append_empty(&mut self, position: NodePosition, tokens: &[u32]) -> NodePosition {
+    pub(crate) fn append_empty(
+        &mut self,
+        position: NodePosition,
+        tokens: &[u32],
+        label: Option<&Label>,
+    ) -> NodePosition {
         let blocks = vec![BlockId::NONE; self.tree.groups()];
-        self.tree.append(position, tokens, &blocks)
+        self.tree.append(position, tokens, &blocks, label)
     }
 
     /// Ends the transfer of a block: it is cached as if `step` had computed it, or not at all.

@@ -15,6 +15,7 @@ use crate::radix::{Match, RadixTree, Reach};
 use crate::sequence::Registered;
 use crate::snapshots::Snapshots;
 use crate::stats::StateUsage;
+use crate::switch::Labelled;
 
 impl Pool {
     /// The snapshots, if the model has state layers.
@@ -84,7 +85,7 @@ impl Pool {
         &mut self,
         matched: &mut Match,
         groups: &Groups,
-        tokens: &[u32],
+        prompt: Labelled<'_>,
         prefix: Registered,
         purpose: Purpose,
         (base, cap): (usize, usize),
@@ -112,7 +113,7 @@ impl Pool {
         matched.begin(prefix.last, 0);
         (matched.snapshot, matched.start) = (NodePosition::NONE, base);
         if groups.is_one() {
-            tree.find_match(matched, groups, tokens, from, usable);
+            tree.find_match(matched, groups, prompt, from, usable);
             let indices = from + matched.num_indices;
             if matched.num_indices > 0 {
                 (matched.snapshot, matched.start) = start(tree, matched.last, indices);
@@ -123,9 +124,9 @@ impl Pool {
         let (mut position, mut hit) = (prefix.last, (NodePosition::NONE, base));
         let mut replay = 0;
         matched.begin_groups(groups, from);
-        let rest = tokens.get(from * size..).unwrap_or_default();
+        let rest = prompt.tokens.get(from * size..).unwrap_or_default();
         for (index, tokens) in rest.chunks_exact(size).enumerate() {
-            let Some(next) = tree.next(position, tokens) else {
+            let Some(next) = tree.next(position, tokens, prompt.label(from + index)) else {
                 break;
             };
             let indices = from + index + 1;

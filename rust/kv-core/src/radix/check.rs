@@ -166,10 +166,11 @@ impl RadixTree {
         })?;
         for (id, node) in nodes {
             let tokens = &node.tokens[..self.block_size];
-            let hash = self.index_hash(node.parent, tokens);
-            let indexed = self
-                .index
-                .find(hash, |other| self.begins_with(other, node.parent, tokens));
+            let label = node.label.as_deref();
+            let hash = self.index_hash(node.parent, tokens, label);
+            let indexed = self.index.find(hash, |other| {
+                self.begins_with(other, node.parent, tokens, label)
+            });
             ensure(indexed == Some(id), || {
                 format!("{id:?} is indexed as {indexed:?}")
             })?;
@@ -177,7 +178,7 @@ impl RadixTree {
             let above = self.node(node.parent.node);
             let at = node.parent.offset as usize * self.block_size;
             ensure(
-                above.tokens.get(at..at + self.block_size) != Some(tokens),
+                label.is_some() || above.tokens.get(at..at + self.block_size) != Some(tokens),
                 || format!("{id:?} begins as its parent goes on"),
             )?;
         }
@@ -236,6 +237,9 @@ impl RadixTree {
                 .parent
                 .some()
                 .and_then(|position| self.known_hash(position));
+            if let Some(label) = &node.label {
+                parent = parent.map(|of| self.hasher.switch(of, label.offset, &label.name));
+            }
             for (index, &hash) in node.hashes.iter().enumerate() {
                 let tokens = &node.tokens[index * self.block_size..][..self.block_size];
                 let counted = parent.map(|parent| self.hasher.child(parent, tokens));
@@ -290,11 +294,11 @@ mod tests {
         let root = tree.acquire_root(b"");
         let blocks = |ids: [u32; 2]| ids.map(BlockId::from);
         let long = [blocks([0, 1]), blocks([2, 3]), blocks([4, 5])].concat();
-        let end = tree.append(root, &[1, 1, 2, 2, 3, 3], &long);
+        let end = tree.append(root, &[1, 1, 2, 2, 3, 3], &long, None);
         let list = NodePosition { offset: 2, ..end };
-        let child = tree.append(list, &[4, 4], &blocks([6, 7]));
+        let child = tree.append(list, &[4, 4], &blocks([6, 7]), None);
         let tenant = tree.acquire_root(b"tenant");
-        let gone = tree.append(list, &[5, 5], &blocks([8, 9]));
+        let gone = tree.append(list, &[5, 5], &blocks([8, 9]), None);
         tree.clear_block(gone, 0);
         tree.clear_block(gone, 1);
         tree.clear_block(list, 1);
@@ -373,7 +377,7 @@ mod tests {
         }),
         ("2 nodes, 1 in the index", |s| {
             let (parent, tokens) = (s.tree.nodes[CHILD].parent, [4, 4]);
-            let hash = s.tree.index_hash(parent, &tokens);
+            let hash = s.tree.index_hash(parent, &tokens, None);
             s.tree.index.remove(hash, NodeId::new(CHILD));
         }),
         ("NodeId(2) is indexed as None", |s| {

@@ -9,7 +9,7 @@ fn tree() -> (RadixTree, NodePosition) {
 }
 
 fn add(tree: &mut RadixTree, position: NodePosition, tokens: &[u32], block: u32) -> NodePosition {
-    tree.append(position, tokens, &[BlockId::from(block)])
+    tree.append(position, tokens, &[BlockId::from(block)], None)
 }
 
 fn block(tree: &RadixTree, matched: Option<(NodePosition, usize)>) -> Option<(u32, usize)> {
@@ -27,7 +27,9 @@ fn the_longest_partial_match_is_found() {
     let ask = |tree: &RadixTree, tokens: &[u32], least| {
         block(
             tree,
-            tree.longest_partial_match(parent, tokens, least, MAX_COMPARED_CHILDREN, |_| true),
+            tree.longest_partial_match(parent, tokens, None, least, MAX_COMPARED_CHILDREN, |_| {
+                true
+            }),
         )
     };
     assert_eq!(ask(&tree, &[2, 2, 2, 9], 1), Some((8, 3)));
@@ -36,12 +38,13 @@ fn the_longest_partial_match_is_found() {
     assert_eq!(ask(&tree, &[2, 9], 1), Some((5, 1)));
     assert_eq!(ask(&tree, &[2, 9], 2), None);
     assert_eq!(ask(&tree, &[3], 1), None);
-    let at_end = tree.longest_partial_match(parent, &[], 0, 8, |_| false);
+    let at_end = tree.longest_partial_match(parent, &[], None, 0, 8, |_| false);
     assert_eq!(at_end, None);
     let not_the_longest = |position| tree.block(position, 0) != Some(BlockId::from(8));
     let matched = tree.longest_partial_match(
         parent,
         &[2, 2, 2, 9],
+        None,
         1,
         MAX_COMPARED_CHILDREN,
         not_the_longest,
@@ -59,7 +62,7 @@ fn only_the_newest_live_children_are_compared() {
     let ask = |tree: &RadixTree, token| {
         block(
             tree,
-            tree.longest_partial_match(root, &[token], 1, MAX_COMPARED_CHILDREN, |_| true),
+            tree.longest_partial_match(root, &[token], None, 1, MAX_COMPARED_CHILDREN, |_| true),
         )
     };
     assert_eq!(ask(&tree, 0), None);

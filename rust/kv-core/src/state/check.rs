@@ -91,7 +91,7 @@ impl State {
                 "sequence {id} is planned to {end}, before the end of its {computed} computed tokens"
             )
         })?;
-        ensure(seq.cached + seq.restored <= computed, || {
+        ensure((seq.cached + seq.restored) as usize <= computed, || {
             let (cached, restored) = (seq.cached, seq.restored);
             format!(
                 "sequence {id}: {cached} cached and {restored} restored of {computed} computed tokens"
@@ -187,7 +187,10 @@ impl State {
         let (mut position, indices) = (seq.registered.last, seq.registered.end());
         let tokens = seq.tokens.get(..indices * self.groups.block_size());
         let is_path = tree.contains(position)
-            && tokens.is_some_and(|tokens| tree.leads_to(seq.root, tokens, position));
+            && tokens.is_some_and(|tokens| {
+                let prefix = seq.labelled().first(tokens.len());
+                tree.leads_to(seq.root, prefix, position)
+            });
         ensure(is_path, || {
             format!("sequence {id} does not stand on its first {indices} blocks")
         })?;

@@ -5,10 +5,11 @@ use crate::explain::{Explanation, Miss, MissReason};
 use crate::ids::NodePosition;
 use crate::pool::{Pool, Purpose};
 use crate::sequence::{Registered, Sequence, Sequences};
+use crate::switch::Labelled;
 
 /// A prompt of which a prefix was matched.
 struct Prompt<'a> {
-    tokens: &'a [u32],
+    tokens: Labelled<'a>,
     namespace: &'a [u8],
     /// The block after the match.
     position: usize,
@@ -19,7 +20,7 @@ struct Prompt<'a> {
 
 impl State {
     /// Explains a prompt. It changes nothing.
-    pub(crate) fn explain(&mut self, tokens: &[u32], namespace: &[u8]) -> Explanation {
+    pub(crate) fn explain(&mut self, prompt: Labelled<'_>, namespace: &[u8]) -> Explanation {
         let block_size = self.groups.block_size();
         let mut explanation = Explanation::default();
         let miss = |indices, reason| {
@@ -33,15 +34,15 @@ impl State {
         self.matched.begin(NodePosition::NONE, 0);
         let mut ready = 0;
         if self.has_state() {
-            return self.explain_with_state(tokens, namespace);
+            return self.explain_with_state(prompt, namespace);
         }
         let (matched, groups) = (&mut self.matched, &self.groups);
         if let Some(root) = self.pool.tree().root(namespace) {
             let (pool, root) = (&mut self.pool, Registered::at_root(root));
-            pool.find_match(matched, groups, tokens, root, Purpose::Read);
+            pool.find_match(matched, groups, prompt, root, Purpose::Read);
             ready = matched.num_indices;
             let purpose = Purpose::Prefill { replay: 0 };
-            pool.find_match(matched, groups, tokens, root, purpose);
+            pool.find_match(matched, groups, prompt, root, purpose);
         }
         explanation.num_pool_tokens = ready * block_size;
         let is_loading = self.pool.any_loading() && {
@@ -54,9 +55,9 @@ impl State {
         }
         explanation.num_in_flight_tokens = (self.matched.num_indices - ready) * block_size;
         if self.matched.last != NodePosition::NONE {
-            explanation.num_copied_tokens = self.num_copied(tokens);
+            explanation.num_copied_tokens = self.num_copied(prompt);
         }
-        if self.matched.num_indices * block_size == tokens.len() {
+        if self.matched.num_indices * block_size == prompt.tokens.len() {
             let last = match explanation.num_in_flight_tokens {
                 0 => &mut explanation.num_pool_tokens,
                 _ => &mut explanation.num_in_flight_tokens,
@@ -65,7 +66,7 @@ impl State {
         }
         let position = self.matched.num_indices * block_size;
         let prompt = Prompt {
-            tokens,
+            tokens: prompt,
             namespace,
             position,
             end: position + block_size,
@@ -76,21 +77,19 @@ impl State {
     }
 
     /// As `explain`, for a model with state layers: it reuses the tokens before the last snapshot.
-    fn explain_with_state(&mut self, tokens: &[u32], namespace: &[u8]) -> Explanation {
+    fn explain_with_state(&mut self, prompt: Labelled<'_>, namespace: &[u8]) -> Explanation {
+        let num_tokens = prompt.tokens.len();
         let block_size = self.groups.block_size();
         let mut explanation = Explanation::default();
         let mut ready = 0;
         (self.matched.snapshot, self.matched.start) = (NodePosition::NONE, 0);
         if let Some(root) = self.pool.tree().root(namespace) {
             let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
-            let (root, limits) = (
-                Registered::at_root(root),
-                (0, tokens.len().saturating_sub(1)),
-            );
-            pool.find_match_with_state(matched, groups, tokens, root, Purpose::Read, limits);
+            let (root, limits) = (Registered::at_root(root), (0, num_tokens.saturating_sub(1)));
+            pool.find_match_with_state(matched, groups, prompt, root, Purpose::Read, limits);
             (ready, explanation.num_pool_tokens) = (matched.num_indices, matched.start);
             let purpose = Purpose::Prefill { replay: 0 };
-            pool.find_match_with_state(matched, groups, tokens, root, purpose, limits);
+            pool.find_match_with_state(matched, groups, prompt, root, purpose, limits);
         }
         let matched = || self.matched_blocks_after(0);
         let reason = if self.pool.any_loading() && self.pool.transfer_of(matched()).is_some() {
@@ -106,9 +105,9 @@ impl State {
                 position: ready * block_size,
                 reason,
             }),
-            None => self.no_snapshot(tokens.len(), position).or_else(|| {
+            None => self.no_snapshot(num_tokens, position).or_else(|| {
                 let prompt = Prompt {
-                    tokens,
+                    tokens: prompt,
                     namespace,
                     position,
                     end: position + block_size,
@@ -131,7 +130,7 @@ impl State {
     /// Records why a sequence computes tokens, given its match, before it computes any.
     pub(crate) fn explain_prefill(&mut self, seq_idx: u32) {
         let (seq, block_size) = (self.seqs.at(seq_idx), self.groups.block_size());
-        if seq.planned_end > seq.cached + seq.restored || seq.is_private {
+        if seq.planned_end > (seq.cached + seq.restored) as usize || seq.is_private {
             return;
         }
         let indices = seq.registered.end() + self.matched.num_indices;
@@ -145,7 +144,7 @@ impl State {
             None
         } else {
             let prompt = Prompt {
-                tokens: &seq.tokens,
+                tokens: seq.labelled(),
                 namespace: &self.pool.tree().namespace(seq.root),
                 position,
                 end: position + block_size,
@@ -165,11 +164,13 @@ fn find_miss(
     prompt: Prompt<'_>,
 ) -> Option<Miss> {
     let Prompt {
-        tokens,
+        tokens: labelled,
         position,
         end,
         ..
     } = prompt;
+    let (tokens, index) = (labelled.tokens, position / (end - position));
+    let switch = labelled.switch_before(index + 1);
     let Some(block) = tokens.get(position..end) else {
         let reason = MissReason::BelowOneBlock;
         return (position == 0).then_some(Miss { position, reason });
@@ -180,12 +181,14 @@ fn find_miss(
         computes
             && !seq.is_private
             && Some(seq.root) == root
+            && seq.labelled().switch_before(index + 1) == switch
             && seq.tokens.get(position..end) == Some(block)
             && seq.tokens[..position] == tokens[..position]
     };
     let reason = if seqs.iter().any(is_to_come) {
         MissReason::NotYetComputed
     } else {
+        let block = (block, labelled.label(index));
         pool.explain_block(last, block, prompt.namespace, position)
     };
     Some(Miss { position, reason })

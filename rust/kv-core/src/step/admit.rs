@@ -10,6 +10,7 @@ use crate::ids::{BlockId, NodePosition, PlanKey, SeqKey};
 use crate::pool::Purpose;
 use crate::sequence::PlanSet;
 use crate::state::State;
+use crate::switch::Labelled;
 
 /// Options of [`BlockManager::prefill_again`](crate::BlockManager::prefill_again).
 #[derive(Clone, Copy, Debug)]
@@ -353,30 +354,34 @@ impl State {
     /// tokens, and no open step computes it, because copies come before the step.
     fn find_copy_source(&self, seq_idx: u32) -> Option<CopySource> {
         let seq = self.seqs.at(seq_idx);
-        self.copy_source(&seq.tokens, seq.registered.end() + self.matched.num_indices)
+        self.copy_source(
+            seq.labelled(),
+            seq.registered.end() + self.matched.num_indices,
+        )
     }
 
     /// How many tokens of a prompt would be copied after the current match of its first logical blocks.
-    pub(crate) fn num_copied(&self, tokens: &[u32]) -> usize {
+    pub(crate) fn num_copied(&self, tokens: Labelled<'_>) -> usize {
         let source = self.copy_source(tokens, self.matched.num_indices);
         source.map_or(0, |source| source.tokens)
     }
 
-    fn copy_source(&self, tokens: &[u32], indices: usize) -> Option<CopySource> {
+    fn copy_source(&self, prompt: Labelled<'_>, indices: usize) -> Option<CopySource> {
         if !self.partial_reuse {
             return None;
         }
         let size = self.groups.block_size();
         let index = indices * size;
         // The last token is always computed.
-        let end = tokens.len().saturating_sub(1).min(index + size);
+        let end = prompt.tokens.len().saturating_sub(1).min(index + size);
         let min_tokens = size.div_ceil(8);
-        let tokens = tokens.get(index..end)?;
+        let tokens = prompt.tokens.get(index..end)?;
         if tokens.len() < min_tokens {
             return None;
         }
         let last = self.matched.last;
-        let best = self.pool.longest_partial_match(last, tokens, min_tokens);
+        let label = prompt.label(indices);
+        let best = { &self.pool }.longest_partial_match(last, tokens, label, min_tokens);
         best.map(|(position, tokens)| CopySource { position, tokens })
     }
 
@@ -392,12 +397,13 @@ impl State {
             return false;
         }
         let (matched, groups, pool) = (&mut self.matched, &self.groups, &mut self.pool);
+        let tokens = seq.labelled();
         if pool.snapshots().is_some() {
             let limits = (seq.planned_end, seq.tokens.len() - 1);
-            pool.find_match_with_state(matched, groups, &seq.tokens, registered, purpose, limits);
+            pool.find_match_with_state(matched, groups, tokens, registered, purpose, limits);
             return true;
         }
-        pool.find_match(matched, groups, &seq.tokens, registered, purpose);
+        pool.find_match(matched, groups, tokens, registered, purpose);
         true
     }
 

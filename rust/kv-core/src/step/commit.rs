@@ -158,7 +158,7 @@ impl State {
             let block_size = self.groups.block_size();
             let seq = self.seqs.at(seq_idx);
             let tokens = &seq.tokens[index * block_size..][..block_size];
-            match self.pool.next(seq.registered.last, tokens) {
+            match { &mut self.pool }.next(seq.registered.last, tokens, seq.label(index)) {
                 None => {
                     self.append_indices(seq_idx, index..full, step);
                     let Registered { last, .. } = self.seqs.at(seq_idx).registered;

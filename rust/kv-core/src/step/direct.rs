@@ -65,7 +65,7 @@ impl State {
             return false;
         };
         // Without a replay, windows reach back one token further.
-        let (tokens, root) = (&seq.tokens[..self.matched.start], seq.registered);
+        let (tokens, root) = (seq.labelled().first(self.matched.start), seq.registered);
         let (matched, groups) = (&mut self.matched, &self.groups);
         self.pool
             .find_match(matched, groups, tokens, root, Purpose::Read);

@@ -248,7 +248,10 @@ impl State {
             let seq = self.seqs.at(seq_idx);
             let has_index = index < seq.table.end();
             let tokens = &seq.tokens[index * block_size..][..block_size];
-            let Some(cached) = self.pool.next(seq.registered.last, tokens) else {
+            let Some(cached) = self
+                .pool
+                .next(seq.registered.last, tokens, seq.label(index))
+            else {
                 self.allocate(seq_idx, indices);
                 self.append_indices(seq_idx, index..indices, step);
                 prefill.preregistered += indices - index;
@@ -302,18 +305,27 @@ impl State {
     pub(super) fn append_indices(&mut self, seq_idx: u32, indices: Range<usize>, step: u32) {
         let block_size = self.groups.block_size();
         let seq = self.seqs.at_mut(seq_idx);
+        if let Some(switch) = &seq.switch
+            && indices.start < switch.index
+            && switch.index < indices.end
+        {
+            let index = switch.index;
+            self.append_indices(seq_idx, indices.start..index, step);
+            return self.append_indices(seq_idx, index..indices.end, step);
+        }
+        let label = seq.label(indices.start);
         let tokens = &seq.tokens[indices.start * block_size..indices.end * block_size];
         let last = seq.registered.last;
         let last = if seq.table.groups() == 1 {
             let start = seq.table.start(0);
             let blocks = &seq.table.blocks_of(0)[indices.start - start..indices.end - start];
-            self.pool.append(last, tokens, blocks, step)
+            self.pool.append(last, tokens, blocks, step, label)
         } else {
             let blocks: Vec<BlockId> = indices
                 .clone()
                 .flat_map(|index| seq.table.blocks_at(index))
                 .collect();
-            self.pool.append(last, tokens, &blocks, step)
+            self.pool.append(last, tokens, &blocks, step, label)
         };
         seq.register(Registered::new(last, indices.end));
     }

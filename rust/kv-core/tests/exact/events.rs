@@ -27,6 +27,7 @@ fn stored(m: &BlockManager, tokens: &[u32]) -> Vec<Event> {
         parent: None,
         tokens: tokens.into(),
         namespace: Arc::default(),
+        switch: None,
     }]
 }
 
@@ -60,6 +61,7 @@ fn a_namespace_is_told() {
         parent: None,
         tokens: prompt(4),
         namespace: (*b"tenant").into(),
+        switch: None,
     };
     assert_eq!(m.take_events(), [event]);
 }
@@ -176,6 +178,7 @@ fn what_follows_a_content_that_was_there_is_news() {
         parent: Some(names[1]),
         tokens: prompt(12)[8..].to_vec(),
         namespace: Arc::default(),
+        switch: None,
     };
     drop(computed(&mut m, vec![7; 7])); // evicts the last block in both groups, and the second in one
     m.take_events();

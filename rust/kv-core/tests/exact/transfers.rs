@@ -536,6 +536,7 @@ fn evicted_blocks_are_kept_for_a_store() {
         parent,
         tokens: tokens.to_vec(),
         namespace: (*b"").into(),
+        switch: None,
     };
     let expected = [
         held(1, second, Some(first), &[4, 5, 6, 7]),

@@ -14,6 +14,7 @@ use kv_core::{
     BlockId, Config, Error, EvictedBy, Eviction, Explanation, Extend, Miss, MissReason,
     PastEviction, PoolUsage, Prefill, PrefillRequest, Remapping, StateConfig,
 };
+use op::Switch;
 use state::{Snapshot, Work};
 
 /// A namespace and every token up to the end of a block.
@@ -34,6 +35,8 @@ fn blocks(indices: &[LogicalBlock]) -> impl DoubleEndedIterator<Item = u32> + '_
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seq {
     pub(crate) namespace: u8,
+    pub(crate) switch: Switch,
+    /// As [`op::marked`] ones.
     pub(crate) tokens: Vec<u32>,
     pub(crate) table: Vec<LogicalBlock>,
     pub(crate) computed: usize,
@@ -57,6 +60,22 @@ pub(crate) struct Seq {
     last_kept: usize,
     answer: usize,
     pub(crate) wanted: Vec<usize>,
+}
+
+impl Seq {
+    /// As they are after its tokens.
+    pub(crate) fn marked(&self, tokens: &[u32]) -> Vec<u32> {
+        let positions = self.tokens.len()..;
+        let tokens = positions.zip(tokens);
+        tokens
+            .map(|(at, &token)| op::marked(self.switch, at, token))
+            .collect()
+    }
+
+    pub(crate) fn extend(&mut self, tokens: &[u32]) {
+        let tokens = self.marked(tokens);
+        self.tokens.extend(tokens);
+    }
 }
 
 /// The kind of an entry.
@@ -640,10 +659,21 @@ impl Model {
         }
     }
 
-    /// Whether a cached prefix begins with these tokens.
-    pub(crate) fn is_cached_prefix(&self, namespace: u8, tokens: &[u32]) -> bool {
+    /// Whether a cached prefix agrees with the first `agrees` of these tokens, and goes on with `others`.
+    pub(crate) fn leaves_at(
+        &self,
+        namespace: u8,
+        tokens: &[u32],
+        agrees: usize,
+        others: &[u32],
+    ) -> bool {
         let mut cached_blocks = self.cached_blocks.keys();
-        cached_blocks.any(|((of, known), _)| *of == namespace && known.starts_with(tokens))
+        cached_blocks.any(|((of, known), _)| {
+            *of == namespace
+                && known.starts_with(&tokens[..agrees])
+                && known.get(agrees) != tokens.get(agrees)
+                && op::raw(&known[agrees..]).starts_with(others)
+        })
     }
 
     /// Why the block after the first `indices` of these tokens is not cached.
@@ -1242,7 +1272,7 @@ impl Model {
             s.computed = entry.start + entry.len;
             if entry.samples {
                 let tokens = accepted.next().expect("one per sampling entry");
-                s.tokens.extend(tokens);
+                s.extend(tokens);
                 s.computed -= entry.drafts.len() + 1 - tokens.len();
                 s.pending -= 1;
             }
@@ -1612,7 +1642,7 @@ impl Model {
         tokens: &[u32],
     ) -> Vec<Remapping> {
         let s = self.seqs.get_mut(&seq).expect("live");
-        s.tokens.extend(tokens);
+        s.extend(tokens);
         s.computed += num_tokens;
         s.ahead = s.computed;
         let (registered, full) = (s.registered, s.computed / self.block_size);

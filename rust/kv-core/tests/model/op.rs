@@ -1,11 +1,15 @@
 //! Operations on a manager, as numbers from any source.
 
-use kv_core::PrefillRequest;
+use kv_core::{Namespace, PrefillRequest};
+
+/// Where a sequence leaves its namespace, and for which name.
+pub(crate) type Switch = Option<(usize, u8)>;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
     New {
         namespace: u8,
+        switch: Switch,
         pattern: u8,
         len: usize,
         read_cache: bool,
@@ -16,6 +20,7 @@ pub(crate) enum Op {
     Reset(usize),
     Match {
         namespace: u8,
+        switch: Switch,
         pattern: u8,
         len: usize,
     },
@@ -64,6 +69,7 @@ impl Op {
         match below(240) {
             0..8 => Self::New {
                 namespace: below(2) as u8,
+                switch: choose_switch(below(48)),
                 pattern: below(4) as u8,
                 len: choose_len(below),
                 read_cache: below(5) > 0,
@@ -73,6 +79,7 @@ impl Op {
             12 => Self::Reset(below(ANY)),
             13..15 => Self::Match {
                 namespace: below(2) as u8,
+                switch: choose_switch(below(48)),
                 pattern: below(4) as u8,
                 len: choose_len(below),
             },
@@ -117,6 +124,12 @@ impl Op {
     }
 }
 
+/// Half of the prompts leave their namespace, at one of few positions.
+pub(crate) fn choose_switch(number: usize) -> Switch {
+    let number = number.checked_sub(24)?;
+    Some((number / 2, 1 + (number % 2) as u8))
+}
+
 /// A length of a prompt: mostly of a few blocks.
 fn choose_len(below: &mut impl FnMut(usize) -> usize) -> usize {
     match below(10) {
@@ -135,6 +148,35 @@ fn often(
     match below(10) {
         number if number < times => usual,
         _ => below(bound),
+    }
+}
+
+/// A token of a sequence with this switch: the first one of the other namespace is marked, so that prefixes are equal if
+/// their tokens and their switches are. Tokens are below 256, and marked ones below 65,536.
+pub(crate) fn marked(switch: Switch, position: usize, token: u32) -> u32 {
+    match switch {
+        Some((at, name)) if at == position => token | u32::from(name) << 8,
+        _ => token,
+    }
+}
+
+/// The tokens without marks.
+pub(crate) fn raw(tokens: &[u32]) -> Vec<u32> {
+    tokens.iter().map(|token| token & 0xff).collect()
+}
+
+/// The switch that the marks show.
+pub(crate) fn switch_in(tokens: &[u32]) -> Switch {
+    let at = tokens.iter().position(|&token| token & 0xff00 > 0)?;
+    Some((at, (tokens[at] >> 8) as u8))
+}
+
+/// The namespace of a prompt as the manager is told it.
+pub(crate) fn namespace(name: u8, switch: Switch) -> Namespace<'static> {
+    let bytes = |name: u8| &[0_u8, 1, 2, 3][usize::from(name)..][..1];
+    Namespace {
+        name: bytes(name),
+        switch: switch.map(|(at, to)| (at, bytes(to))),
     }
 }
 

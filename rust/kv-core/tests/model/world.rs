@@ -16,7 +16,7 @@ use kv_trace::Record;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use super::op::{Op, tokens};
+use super::op::{self, Op, tokens};
 use super::sharing::Limits;
 use super::{Model, Seq, blocks};
 
@@ -207,6 +207,7 @@ impl World {
         match *op {
             Op::New {
                 namespace,
+                switch,
                 pattern,
                 len,
                 read_cache,
@@ -215,14 +216,15 @@ impl World {
                 let tokens = tokens(pattern, len);
                 let handle = self
                     .manager
-                    .sequence(tokens.clone(), &[namespace], read_cache)
+                    .sequence(tokens.clone(), op::namespace(namespace, switch), read_cache)
                     .expect("not empty");
-                let seq = Seq {
+                let mut seq = Seq {
                     namespace,
-                    tokens,
+                    switch,
                     read_cache,
                     ..Seq::default()
                 };
+                seq.extend(&tokens);
                 self.model.seqs.insert(handle.id(), seq);
                 self.handles.push(handle);
             }
@@ -265,14 +267,20 @@ impl World {
             }
             Op::Match {
                 namespace,
+                switch,
                 pattern,
                 len,
             } => {
                 let tokens = tokens(pattern, len);
                 let pin = self
                     .manager
-                    .match_prefix(&tokens, &[namespace])
+                    .match_prefix(&tokens, op::namespace(namespace, switch))
                     .expect("short");
+                let tokens = Seq {
+                    switch,
+                    ..Seq::default()
+                }
+                .marked(&tokens);
                 self.model.match_prefix(self.next_pin, namespace, &tokens);
                 self.keep(pin);
             }
@@ -307,7 +315,7 @@ impl World {
                     let answer = self.manager.append(self.handles[i].key(), &tokens);
                     prop_assert_eq!(answer.is_ok(), !busy);
                     if answer.is_ok() {
-                        seq.tokens.extend(tokens);
+                        seq.extend(&tokens);
                     }
                 }
             }
@@ -486,6 +494,7 @@ impl World {
                     hashes,
                     parent,
                     tokens,
+                    switch,
                     ..
                 } => {
                     let size = self.manager.config().block_size;
@@ -495,11 +504,17 @@ impl World {
                     let known = parent.is_none_or(|parent| self.emitted.contains(&parent));
                     let known = known || !sees_all;
                     prop_assert!(known, "{hashes:x?} were stored before {parent:x?}");
-                    let mut before = parent;
+                    let (mut before, parent_of_first) = (parent, parent);
                     for (hash, tokens) in hashes.into_iter().zip(tokens.chunks(size)) {
                         prop_assert!(self.emitted.insert(hash), "{hash:x} was stored twice");
+                        let hasher = self.manager.hasher();
+                        let of = |parent| hasher.child(parent, tokens);
                         if let Some(parent) = before {
-                            prop_assert_eq!(hash, self.manager.hasher().child(parent, tokens));
+                            let label = switch.as_ref().filter(|_| before == parent_of_first);
+                            let switched = label
+                                .map(|(at, to)| of(hasher.switch(parent, (at % size) as u32, to)));
+                            let is_its = hash == of(parent) || Some(hash) == switched;
+                            prop_assert!(is_its, "{hash:x} after {parent:x}");
                         }
                         before = Some(hash);
                     }
@@ -530,7 +545,8 @@ impl World {
         let (namespace, pattern, len) = (number % 2, number / 2 % 4, 1 + number / 8 % 30);
         let tokens = tokens(pattern as u8, len);
         if self.is_explained() {
-            self.explain(namespace as u8, &tokens)?;
+            let switch = op::choose_switch(number / 8 % 48);
+            self.explain(namespace as u8, switch, &tokens)?;
         }
         Ok(())
     }
@@ -545,9 +561,16 @@ impl World {
     pub(super) fn explain(
         &mut self,
         namespace: u8,
+        switch: op::Switch,
         tokens: &[u32],
     ) -> Result<Option<Miss>, TestCaseError> {
-        let explanation = self.manager.explain(tokens, &[namespace]).expect("short");
+        let name = op::namespace(namespace, switch);
+        let explanation = self.manager.explain(tokens, name).expect("short");
+        let prompt = Seq {
+            switch,
+            ..Seq::default()
+        };
+        let tokens = &prompt.marked(tokens)[..];
         let mut expected = self.model.explain(namespace, tokens);
         let mut misses = (&explanation.miss, &mut expected.miss);
         if let (Some(miss), Some(expected)) = &mut misses
@@ -557,9 +580,8 @@ impl World {
             } = &miss.reason
             && let MissReason::Diverged { tokens: known, .. } = &mut expected.reason
         {
-            let other = [&tokens[..*position], cached].concat();
-            prop_assert!(self.model.is_cached_prefix(namespace, &other), "{miss:?}");
-            prop_assert_ne!(cached[0], tokens[*position]);
+            let leaves = { &self.model }.leaves_at(namespace, tokens, *position, cached);
+            prop_assert!(leaves, "{miss:?}");
             known.clone_from(cached);
         }
         prop_assert_eq!(&explanation, &expected, "{:?} in {}", tokens, namespace);
@@ -644,7 +666,7 @@ impl World {
                 held <= max_blocks,
                 "{held} blocks, {max_blocks} needed: {view:?}"
             );
-            prop_assert_eq!(view.tokens, &seq.tokens[..]);
+            prop_assert_eq!(view.tokens, &op::raw(&seq.tokens)[..]);
             prop_assert_eq!(
                 (view.num_computed_tokens, view.num_registered_blocks),
                 (seq.computed, seq.registered)

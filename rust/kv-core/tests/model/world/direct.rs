@@ -221,7 +221,7 @@ impl World {
             prop_assert_eq!(remappings, self.model.publish(id, num_tokens, &tokens));
         } else {
             let seq = self.model.seqs.get_mut(&id).expect("live");
-            seq.tokens.extend(&tokens);
+            seq.extend(&tokens);
         }
         let seq = &self.model.seqs[&id];
         if self.model.state.is_some() && num_tokens > 0 {

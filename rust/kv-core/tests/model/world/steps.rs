@@ -130,11 +130,12 @@ impl World {
             Some(seq) => (seq.ahead == 0 && request.replay == 0, seq.read_cache),
             None => (false, false),
         };
-        let namespace = self.model.seqs.get(&id).map_or(0, |seq| seq.namespace);
+        let seq = self.model.seqs.get(&id);
+        let (namespace, switch) = seq.map_or((0, None), |seq| (seq.namespace, seq.switch));
         let prompt = known.tokens.to_vec();
         let is_explained = self.is_explained() && is_first;
         let miss = match is_explained && read_cache {
-            true => self.explain(namespace, &prompt)?,
+            true => self.explain(namespace, switch, &prompt)?,
             false => Some(Miss {
                 position: 0,
                 reason: MissReason::ReadsDisabled,
@@ -533,12 +534,8 @@ impl World {
         for ((id, rows), tokens) in samples.iter().zip(&accepted) {
             self.sampled.resize(self.sampled.len() + rows, tokens[0]);
             if !self.exact {
-                self.model
-                    .seqs
-                    .get_mut(id)
-                    .expect("planned")
-                    .tokens
-                    .extend(tokens);
+                let seq = self.model.seqs.get_mut(id).expect("planned");
+                seq.extend(tokens);
             }
         }
         drop(self.steps.pop_front());
@@ -594,7 +591,7 @@ impl World {
                 };
                 prop_assert_eq!(
                     token,
-                    all[position],
+                    all[position] & 0xff,
                     "sequence {} position {}",
                     id,
                     position
@@ -697,6 +694,7 @@ impl World {
     /// The tokens of a sequence, and its drafts in the step.
     fn all_tokens(&self, step: &Step, id: u64) -> Vec<u32> {
         let drafts = step.drafts.get(&id).map_or(&[][..], Vec::as_slice);
-        [&self.model.seqs[&id].tokens, drafts].concat()
+        let seq = &self.model.seqs[&id];
+        [&seq.tokens[..], &seq.marked(drafts)].concat()
     }
 }

@@ -5,7 +5,7 @@ use kv_core::{Error, Evicted, Reserve, Transfer};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use super::super::{Answer, stamped};
+use super::super::{Answer, op, stamped};
 use super::World;
 
 /// A transfer, its sequence, and the tokens whose KV it brings.
@@ -209,6 +209,7 @@ impl World {
             parent,
             tokens,
             namespace,
+            switch,
         } in evicted
         {
             prop_assert!(*group < self.model.groups.len());
@@ -218,8 +219,8 @@ impl World {
             let version = prefix[0] >> 16;
             let prefix: Vec<u32> = prefix.iter().map(|&token| token & 0xffff).collect();
             prop_assert_eq!(
-                (&namespace[..], &prefix[prefix.len() - size..]),
-                (&[*of][..], &tokens[..])
+                (&namespace[..], &op::raw(&prefix[prefix.len() - size..])),
+                (&[*of][..], tokens)
             );
             for (offset, kv) in kv.iter().enumerate() {
                 let kv = kv.as_ref().expect("it was computed");
@@ -229,8 +230,17 @@ impl World {
             }
             let hasher = self.manager.hasher();
             let mut hashes = vec![hasher.root(namespace)];
-            for tokens in prefix.chunks(size) {
-                hashes.push(hasher.child(hashes[hashes.len() - 1], tokens));
+            let expected = op::switch_in(&prefix).map(|(at, to)| (at, vec![to]));
+            let given = switch.as_ref().map(|(at, to)| (*at, to.to_vec()));
+            prop_assert_eq!(given, expected);
+            for (index, tokens) in op::raw(&prefix).chunks(size).enumerate() {
+                let mut parent = hashes[hashes.len() - 1];
+                if let Some((at, to)) = switch
+                    && at / size == index
+                {
+                    parent = hasher.switch(parent, (at % size) as u32, to);
+                }
+                hashes.push(hasher.child(parent, tokens));
             }
             let before = hashes[hashes.len() - 2];
             prop_assert_eq!(Some(hash), hashes.last());
