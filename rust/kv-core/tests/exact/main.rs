@@ -23,6 +23,7 @@ mod sharing;
 mod snapshot;
 mod states;
 mod statistics;
+mod switches;
 mod tables;
 mod threads;
 mod tools;
