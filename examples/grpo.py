@@ -110,7 +110,7 @@ def save_embedded(folder: str) -> Any:
     """The embedded model of a GGUF file, saved as a folder of floats, whose weights can change."""
     file = embedded_gguf()
     where = {"gguf_file": file.name, "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False
     model.save_pretrained(folder)

@@ -37,14 +37,14 @@ def explain_prompt(
     manager: BlockManager, prompt: Prompt, tokenizer: Any, offloader: KVOffloader | None
 ) -> CacheExplanation:
     """The tokens that a request with this prompt would reuse now, and why no more."""
-    token_ids, namespace = prompt.token_ids, prompt.namespace
-    explanation = manager.explain(token_ids, namespace=namespace)
+    token_ids = prompt.token_ids
+    explanation = manager.explain(token_ids, **prompt.space)
     explained = _explained(explanation, 0, token_ids, tokenizer)
     if (
         explained.reason == "new"
         and explained.position == 0
         and offloader is not None
-        and offloader.is_stored_by_another_model(token_ids, namespace)
+        and offloader.is_stored_by_another_model(token_ids, prompt.space)
     ):
         hint = _SENTENCES["weights_changed"]
         return replace(explained, reason="weights_changed", _hint=hint)

@@ -34,6 +34,7 @@ from pyengine.kv_cache import (
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache.block_memory import Block as _Block
 from pyengine.kv_cache.block_memory import BlockMemory, end_of_piece
+from pyengine.request.prompts import BlockSpace
 from pyengine.request.request import Request, SequenceState
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler
@@ -405,9 +406,9 @@ class KVOffloader(EnginePart):
             return False
         tokens = sequence.kv.tokens() if sequence.token_ids else request.prompt_token_ids
         if lookup.prefix is None:
-            lookup.prefix = self._prefix(tokens, request.namespace)
+            lookup.prefix = self._prefix(tokens, request.space)
         prefix = lookup.prefix
-        with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
+        with self._manager.match_prefix(tokens, **request.space) as pin:
             first, reused = pin.num_tokens // size, pin.num_tokens
             if self._state is not None:
                 reused = pin.num_state_tokens
@@ -416,7 +417,7 @@ class KVOffloader(EnginePart):
         if num_tokens <= 0 or not self._pays(num_tokens, num_bytes):
             lookup.is_done = True
             return False
-        kv = self._manager.sequence(tokens, namespace=request.namespace)
+        kv = self._manager.sequence(tokens, **request.space)
         transfer = kv.reserve(end * size)
         kv.free()
         if isinstance(transfer, Loading):
@@ -453,19 +454,19 @@ class KVOffloader(EnginePart):
         return end, num_bytes + self._snapshot_bytes
 
     def _prefix(
-        self, tokens: "Sequence[int]", namespace: bytes, keys: "_Keys | None" = None
+        self, tokens: "Sequence[int]", space: BlockSpace, keys: "_Keys | None" = None
     ) -> StoredPrefix:
         keys = keys or self._keys
         return self._store.prefix(
             tokens,
             self._manager.block_size,
             fingerprints=keys.fingerprints,
-            namespace=namespace,
+            **space,
             windows=self._windows,
             state=keys.state,
         )
 
-    def is_stored_by_another_model(self, tokens: "Sequence[int]", namespace: bytes) -> bool:
+    def is_stored_by_another_model(self, tokens: "Sequence[int]", space: BlockSpace) -> bool:
         """True if the store has the first block of these tokens under another fingerprint.
 
         Another model has computed it then, another version of its weights, or other settings.
@@ -475,7 +476,7 @@ class KVOffloader(EnginePart):
             stored = {fingerprint for fingerprint, *_ in self._store.fingerprints()}
             others = stored.difference(self._keys.fingerprints, (self._state or ())[:1])
             for other in islice(sorted(others), _MAX_OTHER_MODELS):
-                prefix = self._store.prefix(tokens, size, fingerprints=[other], namespace=namespace)
+                prefix = self._store.prefix(tokens, size, fingerprints=[other], **space)
                 if prefix.contains(0):
                     return True
         return False
@@ -529,7 +530,7 @@ class KVOffloader(EnginePart):
         backlog = self._used_again if request.progress.num_cached_tokens else self._new
         backlog.add(num_tokens)
         tokens = kv.tokens()[:num_tokens]
-        self._work.put(partial(self._store_prefix, tokens, request.namespace, backlog))
+        self._work.put(partial(self._store_prefix, tokens, request.space, backlog))
 
     def _run_loads(self) -> None:
         while (load := self._loads.get()) is not None:
@@ -573,17 +574,17 @@ class KVOffloader(EnginePart):
             except (StoreError, OSError) as error:
                 _log.warning("KV store: %s", error)
 
-    def _store_prefix(self, tokens: list[int], namespace: bytes, backlog: _Backlog) -> None:
+    def _store_prefix(self, tokens: list[int], space: BlockSpace, backlog: _Backlog) -> None:
         """Store the cached blocks of a prefix that the store lacks."""
         self.num_pins += 1
         try:
             keys = self._keys
-            prefix = self._prefix(tokens, namespace, keys)
+            prefix = self._prefix(tokens, space, keys)
             ends = [len(tokens)]
             if self._state is not None:
-                ends = self._manager.snapshot_positions(tokens, namespace=namespace)
+                ends = self._manager.snapshot_positions(tokens, **space)
             for end in ends:
-                with self._manager.match_prefix(tokens[:end], namespace=namespace) as pin:
+                with self._manager.match_prefix(tokens[:end], **space) as pin:
                     if self._manager.weights_version != keys.version:  # it has other blocks
                         return
                     if self._state is None or pin.num_state_tokens == end:

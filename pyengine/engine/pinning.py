@@ -31,7 +31,7 @@ class Pinning(EnginePart):
         tokens, hints = request.prompt_token_ids, request.cache_hints
         if hints.pins:
             try:
-                request.result.pins = self.table.pin(tokens, request.namespace, hints)
+                request.result.pins = self.table.pin(tokens, request.space, hints)
             except PinQuotaError as error:
                 _log.info("request %r is not pinned: %s", request.request_id, error)
                 request.result.pin_error = error
@@ -54,4 +54,4 @@ class Pinning(EnginePart):
         if sequence.num_kept is None:
             return sequence.kv.pin()
         tokens = sequence.kv.tokens()[: sequence.num_kept]
-        return self._manager.match_prefix(tokens, namespace=sequence.request.namespace)
+        return self._manager.match_prefix(tokens, **sequence.request.space)

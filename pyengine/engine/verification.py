@@ -20,7 +20,7 @@ from weakref import finalize
 
 from pyengine.engine.parts import EnginePart
 from pyengine.kv_cache import BlockManager
-from pyengine.request.prompts import Prompt
+from pyengine.request.prompts import BlockSpace, Prompt
 from pyengine.request.request import Request, RequestOptions, SequenceState
 from pyengine.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class Verification:
     """The cached prefix that a request recomputes."""
 
     request_id: str
-    namespace: bytes
+    space: BlockSpace
     num_tokens: int
 
 
@@ -163,15 +163,13 @@ class HitVerifier(EnginePart):
         options = RequestOptions(priority=_LAST, tenant=request.tenant, is_internal=True)
         params = SamplingParams(max_tokens=0, seed=0)
         verification = self._make_request(None, prompt, params, options)
-        self._running[verification] = Verification(
-            request.request_id, request.namespace, num_tokens
-        )
+        self._running[verification] = Verification(request.request_id, request.space, num_tokens)
         return verification
 
     def _judge(self, request: Request, verifies: Verification) -> None:
         """Compare the KV that a verification has computed with the cached KV."""
         tokens = request.prompt_token_ids
-        with self._manager.match_prefix(tokens, namespace=verifies.namespace) as pin:
+        with self._manager.match_prefix(tokens, **verifies.space) as pin:
             cached = pin.indexed_blocks
             for group, computed in enumerate(request.sequences[0].kv.block_tables):
                 blocks = {row: block for row, of, block in cached if of == group}

@@ -140,7 +140,7 @@ class PromptEntries:
 def _hashes(prompt: Prompt, block_size: int) -> list[bytes]:
     """A hash for each block of a prompt, also for a partial last one."""
     tokens = np.asarray(prompt.token_ids, dtype=np.int64)
-    block_hash = blake2b(prompt.namespace).digest()
+    block_hash = blake2b(repr(prompt.space).encode()).digest()
     block_hashes = []
     for start in range(0, len(tokens), block_size):
         block_hash = blake2b(block_hash + tokens[start : start + block_size].tobytes()).digest()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -52,19 +52,33 @@ class StrippedThinking:
         return None
 
 
+class BlockSpace(TypedDict):
+    """What the blocks of a prompt are cached under: see `BlockManager.sequence`."""
+
+    namespace: bytes
+    switch: tuple[int, bytes] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A parsed prompt.
 
     `token_ids` are a list or an int64 array `[T]`; `text` is their source, if that was text.
-    Prompts of different `namespace`s share no blocks. `thinking` is the part of prompt and answer
+    Prompts of different `namespace`s share no blocks; with a `switch`, from its position on their
+    blocks are shared only under its name, too. `thinking` is the part of prompt and answer
     that the next turn of a conversation leaves out.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
     namespace: bytes = b""
+    switch: tuple[int, bytes] | None = None
     thinking: StrippedThinking | None = None
+
+    @property
+    def space(self) -> BlockSpace:
+        """What its blocks are cached under."""
+        return {"namespace": self.namespace, "switch": self.switch}
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:

@@ -202,8 +202,8 @@ class Request:
     engine.
 
     Until the prompt is computed only the first sequence runs; then the others are forked from it.
-    A request is admitted when all of them may run. `namespace` separates its blocks
-    from those of other namespaces. With `read_cache` off every prompt token is computed, cached or
+    A request is admitted when all of them may run. `space` is what its blocks are
+    cached under. With `read_cache` off every prompt token is computed, cached or
     not, except those that `prompt_entries` allow.
     """
 
@@ -219,7 +219,7 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = prompt.token_ids
-        self.namespace = prompt.namespace
+        self.namespace, self.space = prompt.namespace, prompt.space
         self.thinking = prompt.thinking
         self.params = rules.params
         self.rules = rules

@@ -132,7 +132,7 @@ class PrefixOrder:
         tokens = request.prompt_token_ids
         if sequence.num_tokens > len(tokens):
             tokens = sequence.kv.tokens()
-        pin = self._manager.match_prefix(tokens, namespace=request.namespace)
+        pin = self._manager.match_prefix(tokens, **request.space)
         if sequence in self._pinned:
             self._unpin(sequence)
         length = waiting.prefix_length = pin.num_tokens

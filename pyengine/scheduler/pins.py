@@ -17,6 +17,7 @@ from time import monotonic
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import BlockManager, Pin
 from pyengine.request.cache_hints import CacheHints, KeptPrefix
+from pyengine.request.prompts import BlockSpace
 
 _MAX_KEPT = 1024
 """Prefixes with a priority that one owner may have: those of a conversation share their blocks."""
@@ -57,7 +58,7 @@ class PinTable:
         """The blocks that the prefixes of an owner hold."""
         return len(self._uses_of[owner]) if owner in self._uses_of else 0
 
-    def pin(self, tokens: Sequence[int], namespace: bytes, hints: CacheHints) -> list[KeptPrefix]:
+    def pin(self, tokens: Sequence[int], space: BlockSpace, hints: CacheHints) -> list[KeptPrefix]:
         """Pin the cached part of the prefixes that a request's hints name.
 
         A prefix that its owner has pinned already is pinned until the later of both ends. Raises
@@ -65,7 +66,7 @@ class PinTable:
         """
         now, pinned = monotonic(), []
         for num_tokens, seconds in hints.pins:
-            pin = self._manager.match_prefix(tokens[:num_tokens], namespace=namespace)
+            pin = self._manager.match_prefix(tokens[:num_tokens], **space)
             blocks, end = self._blocks_of(pin), now + seconds
             kept = self._pinned.get((hints.owner, blocks))
             if kept is not None:  # its entry in `ends` is moved when it comes up

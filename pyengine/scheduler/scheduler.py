@@ -192,7 +192,7 @@ class Scheduler:
         """Queue the first sample of a request."""
         request = sequence.request
         sequence.kv = self._manager.sequence(
-            request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
+            request.prompt_token_ids, **request.space, read_cache=request.read_cache
         )
         pins = request.cache_hints.pins
         if pins and self.states is not None:
@@ -600,7 +600,7 @@ class Scheduler:
             return 0, 0
         size = self._manager.block_size
         tokens = request.prompt_token_ids[: -(-max_tokens // size) * size]
-        with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
+        with self._manager.match_prefix(tokens, **request.space) as pin:
             if pin.num_tokens > max_tokens:
                 self._attach_all_but_one(sequence, pin)
             else:
@@ -615,9 +615,7 @@ class Scheduler:
         """
         request, end = sequence.request, pin.num_tokens
         tokens = sequence.kv.tokens()
-        kv = self._manager.sequence(
-            tokens[:end], namespace=request.namespace, read_cache=request.read_cache
-        )
+        kv = self._manager.sequence(tokens[:end], **request.space, read_cache=request.read_cache)
         kv.attach(pin)
         if end < len(tokens):
             kv.append(tokens[end:])
