@@ -10,12 +10,15 @@ from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import BlockManager
 from pyengine.request.request import SequenceState
 from pyengine.scheduler import pins as pins_module
+from pyengine.request.prompts import BlockSpace
 from pyengine.scheduler.pins import CacheHints, KeptPrefix, PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.blocks import leave_evictable
 from tests.support.requests import make_sequence
 
 BLOCK = 4
+
+SPACE: BlockSpace = {"namespace": b"", "switch": None}
 
 
 class Clock:
@@ -50,7 +53,7 @@ def make(limit: int, num_blocks: int = 32) -> tuple[BlockManager, PinTable]:
 
 def test_a_pin_keeps_its_blocks_and_ends_on_time(clock: Clock) -> None:
     manager, table = make(8)
-    [kept] = table.pin(prompt(0), b"", hints(seconds=10))
+    [kept] = table.pin(prompt(0), SPACE, hints(seconds=10))
     assert (kept.num_tokens, manager.usage().pinned, table.expire()) == (12, 3, 10)
     manager.evict_all()
     with manager.match_prefix(prompt(0)) as pin:
@@ -65,9 +68,9 @@ def test_a_pin_keeps_its_blocks_and_ends_on_time(clock: Clock) -> None:
 
 def test_another_pin_on_the_same_prefix_renews_it(clock: Clock) -> None:
     manager, table = make(8)
-    [first] = table.pin(prompt(0), b"", hints(seconds=10))
+    [first] = table.pin(prompt(0), SPACE, hints(seconds=10))
     clock.now += 9
-    [second] = table.pin(prompt(0), b"", hints(seconds=10))
+    [second] = table.pin(prompt(0), SPACE, hints(seconds=10))
     assert first is second and table.num_blocks == 3
     clock.now += 9
     table.expire()
@@ -79,8 +82,8 @@ def test_another_pin_on_the_same_prefix_renews_it(clock: Clock) -> None:
 
 def test_a_shorter_time_does_not_shorten_a_pin(clock: Clock) -> None:
     manager, table = make(8)
-    table.pin(prompt(0), b"", hints(seconds=10))
-    table.pin(prompt(0), b"", hints(seconds=1))
+    table.pin(prompt(0), SPACE, hints(seconds=10))
+    table.pin(prompt(0), SPACE, hints(seconds=1))
     clock.now += 5
     table.expire()
     assert manager.usage().pinned == 3
@@ -88,44 +91,44 @@ def test_a_shorter_time_does_not_shorten_a_pin(clock: Clock) -> None:
 
 def test_a_released_pin_is_over_at_once(clock: Clock) -> None:
     manager, table = make(8)
-    [kept] = table.pin(prompt(0), b"", hints())
+    [kept] = table.pin(prompt(0), SPACE, hints())
     table.release(kept)
     table.release(kept)
     assert (manager.usage().pinned, table.num_blocks) == (0, 0)
-    [again] = table.pin(prompt(0), b"", hints())
+    [again] = table.pin(prompt(0), SPACE, hints())
     assert again is not kept and manager.usage().pinned == 3
 
 
 def test_a_pin_beyond_the_limit_is_refused_with_the_numbers(clock: Clock) -> None:
     manager, table = make(7)
     for family in (0, 1):
-        table.pin(prompt(family), b"", hints(owner=b"%d" % family))
+        table.pin(prompt(family), SPACE, hints(owner=b"%d" % family))
     with pytest.raises(PinQuotaError, match=r"12 tokens takes 3 blocks, 3 .* hold 6 of 7 blocks"):
-        table.pin(prompt(2), b"", hints(owner=b"2"))
+        table.pin(prompt(2), SPACE, hints(owner=b"2"))
     assert manager.usage().pinned == table.num_blocks == 6
 
 
 def test_a_pin_beyond_the_owners_part_is_refused_with_the_numbers(clock: Clock) -> None:
     _, table = make(8)
-    table.pin(prompt(0), b"", hints(owner=b"a", of=2))
+    table.pin(prompt(0), SPACE, hints(owner=b"a", of=2))
     with pytest.raises(PinQuotaError, match=r"3 of them new.* hold 3 of its 4 blocks"):
-        table.pin(prompt(1), b"", hints(owner=b"a", of=2))
-    table.pin(prompt(1), b"", hints(owner=b"b", of=2))
+        table.pin(prompt(1), SPACE, hints(owner=b"a", of=2))
+    table.pin(prompt(1), SPACE, hints(owner=b"b", of=2))
     assert table.num_blocks_of(b"a") == table.num_blocks_of(b"b") == 3
 
 
 def test_shared_blocks_count_once_for_each_owner(clock: Clock) -> None:
     _, table = make(3)
-    table.pin(prompt(0), b"", hints(owner=b"a"))
-    table.pin(prompt(0), b"", hints(owner=b"b"))
-    table.pin(prompt(0), b"", hints(owner=b"b", length=8))
+    table.pin(prompt(0), SPACE, hints(owner=b"a"))
+    table.pin(prompt(0), SPACE, hints(owner=b"b"))
+    table.pin(prompt(0), SPACE, hints(owner=b"b", length=8))
     assert (table.num_blocks, table.num_blocks_of(b"a"), table.num_blocks_of(b"b")) == (3, 3, 3)
 
 
 def test_without_a_limit_the_reason_is_given(clock: Clock) -> None:
     _, table = make(0)
     with pytest.raises(PinQuotaError, match=r"no block may be pinned: max_pinned_share is 0"):
-        table.pin(prompt(0), b"", hints())
+        table.pin(prompt(0), SPACE, hints())
 
 
 def keep(manager: BlockManager, table: PinTable, family: int, priority: int) -> KeptPrefix | None:
@@ -169,7 +172,7 @@ def test_a_pin_replaces_prefixes_that_are_kept_by_priority(clock: Clock) -> None
     low, high = keep(manager, table, 0, 1), keep(manager, table, 1, 2)
     assert low is not None and high is not None
     assert keep(manager, table, 2, 0) is None, "it is the lowest"
-    table.pin(prompt(3), b"", hints())
+    table.pin(prompt(3), SPACE, hints())
     assert low.pin.is_released and not high.pin.is_released
     assert keep(manager, table, 4, 3) is not None
     assert high.pin.is_released
@@ -188,12 +191,12 @@ def test_what_has_ended_leaves_no_entry(clock: Clock) -> None:
     for number in range(100):
         owner = b"%d" % number
         for seconds in (3600, 7200):  # the second one renews the first
-            [kept] = table.pin(prompt(0), b"", hints(seconds, owner=owner))
+            [kept] = table.pin(prompt(0), SPACE, hints(seconds, owner=owner))
         table.release(kept)
         assert num_entries(table) == empty
     for number in range(100):
         with pytest.raises(PinQuotaError):
-            table.pin(prompt(0), b"", hints(owner=b"%d" % number, of=3))
+            table.pin(prompt(0), SPACE, hints(owner=b"%d" % number, of=3))
         with manager.match_prefix(prompt(0)) as pin:
             assert table.keep(pin, 1, hints(owner=b"%d" % number, of=3)) is None
     assert num_entries(table) == empty
@@ -201,16 +204,16 @@ def test_what_has_ended_leaves_no_entry(clock: Clock) -> None:
         pin = manager.match_prefix(prompt(0))
         assert table.keep(pin, 1, hints(owner=b"%d" % number))
     assert table.give_way(32) and num_entries(table) == empty
-    table.pin(prompt(1), b"", hints(10))
+    table.pin(prompt(1), SPACE, hints(10))
     clock.now += 11
     assert table.expire() is None and num_entries(table) == empty
 
 
 def test_entries_of_released_pins_are_few_beside_those_of_live_ones(clock: Clock) -> None:
     _, table = make(9)
-    live = [table.pin(prompt(family), b"", hints(length=4)) for family in range(3)]
+    live = [table.pin(prompt(family), SPACE, hints(length=4)) for family in range(3)]
     for _ in range(1000):
-        [kept] = table.pin(prompt(3), b"", hints(3600))
+        [kept] = table.pin(prompt(3), SPACE, hints(3600))
         table.release(kept)
         assert len(table.ends) <= 2 * len(live) + 1
     clock.now += 301
@@ -257,7 +260,7 @@ class Load:
         with self.manager.match_prefix(tokens) as pin:
             blocks = set(pin.blocks)
         try:
-            [kept] = table.pin(tokens, b"", asked)
+            [kept] = table.pin(tokens, SPACE, asked)
         except PinQuotaError:
             self.refused += 1
             own = self.blocks_of(asked.owner)
