@@ -8,9 +8,9 @@ import pytest
 
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import BlockManager
+from pyengine.request.prompts import BlockSpace
 from pyengine.request.request import SequenceState
 from pyengine.scheduler import pins as pins_module
-from pyengine.request.prompts import BlockSpace
 from pyengine.scheduler.pins import CacheHints, KeptPrefix, PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.blocks import leave_evictable
