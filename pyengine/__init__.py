@@ -15,6 +15,7 @@ _MODULES = {
     "replay",
     "pyengine.llm": "LLM",
     "pyengine.outputs": "CompletionOutput RequestOutput",
+    "pyengine.request.lora": "LoRARequest",
     "pyengine.sampling_params": "RequestOutputKind SamplingParams StructuredOutputs",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -15,6 +15,7 @@ from pyengine.engine.stats import EngineStats
 from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import RequestOutput
 from pyengine.request.chat_template import ChatOptions, Message, as_conversations, render_chat
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompts import (
     Prompt,
     PromptLike,
@@ -31,6 +32,7 @@ from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.utils.progress import progress_bar
 
 Priorities = float | Sequence[float]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(EngineClientBase):
@@ -67,6 +69,7 @@ class LLM(EngineClientBase):
         use_tqdm: bool = True,
         *,
         priority: Priorities = 0,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue every prompt. Returns complete results in the order of the prompts.
 
@@ -74,13 +77,15 @@ class LLM(EngineClientBase):
         `prompt_token_ids` and optionally a `cache_salt`: only prompts with the same salt share
         cached blocks. Give one set of sampling parameters for all prompts or one for each; None
         means `get_default_sampling_params`. Waiting requests with a smaller `priority` run first.
-        Results are complete, whatever the `output_kind`.
+        Results are complete, whatever the `output_kind`. With `enable_lora`, a `lora_request` for
+        all prompts, or one or None for each, changes the model for them.
 
-        Raises `InvalidRequestError` if any prompt cannot be served; then none has run. Raises
-        `RequestFailedError`, which has all outputs, if the forward pass failed on any of them.
+        Raises `InvalidRequestError` if any prompt cannot be served, and `AdapterError` if an
+        adapter cannot; then none has run. Raises `RequestFailedError`, which has all outputs, if
+        the forward pass failed on any of them.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+        return self._run(self._requests(parsed, sampling_params, priority, lora_request), use_tqdm)
 
     def generate_iter(
         self,
@@ -88,6 +93,7 @@ class LLM(EngineClientBase):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Priorities = 0,
+        lora_request: LoRARequests = None,
     ) -> Iterator[RequestOutput]:
         """Continue every prompt. Yields each result as soon as it is complete.
 
@@ -95,7 +101,7 @@ class LLM(EngineClientBase):
         its `error` says why. Leaving the loop early ends the other requests.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        requests = self._requests(parsed, sampling_params, priority)
+        requests = self._requests(parsed, sampling_params, priority, lora_request)
         return self._read(requests, RequestOutputKind.FINAL_ONLY)
 
     def chat(  # noqa: PLR0913
@@ -110,6 +116,7 @@ class LLM(EngineClientBase):
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Priorities = 0,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, using the model's chat template.
 
@@ -131,7 +138,7 @@ class LLM(EngineClientBase):
         ]
         thinking = stripped_thinking(self.tokenizer, options)
         parsed = [Prompt(token_ids=token_ids, thinking=thinking) for token_ids in rendered]
-        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+        return self._run(self._requests(parsed, sampling_params, priority, lora_request), use_tqdm)
 
     def stream(
         self,
@@ -139,6 +146,7 @@ class LLM(EngineClientBase):
         sampling_params: SamplingParams | None = None,
         *,
         priority: float = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Continue one prompt. Every item holds all output so far; the last one is finished.
 
@@ -147,17 +155,19 @@ class LLM(EngineClientBase):
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        options = RequestOptions(priority=priority)
+        options = RequestOptions(priority=priority, adapter=self._adapter(lora_request))
         return self._read([self._input_processor.request(None, parsed, params, options)])
 
-    def pin(self, prompt: PromptLike, ttl: float = 300.0) -> PromptPin:
+    def pin(
+        self, prompt: PromptLike, ttl: float = 300.0, *, lora_request: LoRARequest | None = None
+    ) -> PromptPin:
         """Compute a prompt, and keep its full blocks cached for `ttl` seconds.
 
         All pins together keep at most the share `max_pinned_share` of the KV pool. A pin on the
         same prompt renews the first one. Raises `PinQuotaError`, with the numbers, if the blocks
         are too many, and `InvalidRequestError` if the prompt cannot be served.
         """
-        request = self._pin_request(parse_prompt(prompt, self.tokenizer), ttl)
+        request = self._pin_request(parse_prompt(prompt, self.tokenizer), ttl, lora_request)
         for _ in self._read([request]):
             pass
         return self._pin_of(request)
@@ -190,6 +200,7 @@ class LLM(EngineClientBase):
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Priorities,
+        lora_request: LoRARequests,
     ) -> list[Request]:
         """A request for each prompt, all of them checked."""
         params = match_params(sampling_params, len(prompts), self._default_params)
@@ -200,10 +211,20 @@ class LLM(EngineClientBase):
                 f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
                 "one for each"
             )
+        is_one = isinstance(lora_request, str) or not isinstance(lora_request, Sequence)
+        given: Sequence[Any] = [lora_request] * len(prompts) if is_one else lora_request
+        if len(given) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(given)} lora_requests for {len(prompts)} prompts: give one for all, or one "
+                "or None for each"
+            )
+        adapters = [self._adapter(each) for each in given]
         make = self._input_processor.request
         return [
-            make(None, prompt, param, RequestOptions(priority=priority))
-            for prompt, param, priority in zip(prompts, params, priorities, strict=True)
+            make(None, prompt, param, RequestOptions(priority=priority, adapter=adapter))
+            for prompt, param, priority, adapter in zip(
+                prompts, params, priorities, adapters, strict=True
+            )
         ]
 
     def _read(

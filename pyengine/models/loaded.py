@@ -8,6 +8,7 @@ from typing import Any
 
 from pyengine.attention.needs import LayerNeeds
 from pyengine.kv_cache.states import StateSpec
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
 from pyengine.models.model import Model
@@ -45,6 +46,7 @@ class LoadedModel:
     - `kv_scales`: those of an 8-bit KV cache.
     - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are random.
+    - `adapters`: the tables for adapters; None: it was loaded without.
     """
 
     model: Model
@@ -71,3 +73,4 @@ class LoadedModel:
     states: tuple[StateSpec, ...] = ()
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"
+    adapters: AdapterTables | None = None

@@ -184,6 +184,12 @@ def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reaso
             f"({reason}), whose layers are not quantised; leave quantization out"
         )
 
+    if kernels.adapters is not None:
+        raise ConfigurationError(
+            f"enable_lora=True: {source.name} runs as transformers' module ({reason}), whose "
+            "layers take no adapters here; merge the adapter into the model"
+        )
+
     if kernels.with_mtp_layers:
         raise ConfigurationError(
             f"speculation='mtp': {source.name} runs as transformers' module ({reason}), whose MTP "
@@ -233,7 +239,7 @@ def _load(
             check_dummy_memory(own, kernels.min_bits(choice.dtype, spec.saved_dtype), device)
         rank = rank_of(shards)
         with rank.failing_together():
-            decoder = opened.decoder(ops, rank)
+            decoder = opened.decoder(ops, rank, kernels.adapters)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(ops, kernels, source.name)
         texts = reading.result()
@@ -263,6 +269,7 @@ def _load(
         products=ops.products,
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
+        adapters=decoder.adapters,
     )
 
 
@@ -281,6 +288,12 @@ def _opened(
     """The model of a source, and the reader of its text side, while its files are open."""
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
+            if kernels.adapters is not None:
+                raise ConfigurationError(
+                    f"enable_lora=True: {source.name} is a GGUF file, whose layers have other "
+                    "names and orders than adapters of PEFT; take the model's safetensors files, "
+                    "with a quantization if memory is short"
+                )
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
+from pyengine.models.adapters import AppliedAdapter
 from pyengine.request.untrusted_calls import raise_tokenizer_error, tokenizer_errors, within
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils import validation
@@ -56,13 +57,14 @@ class Prompt:
 
     `token_ids` are a list or an int64 array `[T]`; `text` is their source, if that was text.
     Prompts of different `namespace`s share no blocks. `thinking` is the part of prompt and answer
-    that the next turn of a conversation leaves out.
+    that the next turn of a conversation leaves out. `adapter` changes the model for it.
     """
 
     token_ids: Sequence[int]
     text: str | None = None
     namespace: bytes = b""
     thinking: StrippedThinking | None = None
+    adapter: AppliedAdapter | None = None
 
 
 def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.models.adapters import Adapter
 from pyengine.outputs import (
     CacheExplanation,
     CompletionOutput,
@@ -53,6 +54,8 @@ class RequestOptions:
     cache_hints: CacheHints = NO_HINTS
     is_internal: bool = False
     """True for a request of the engine itself: its blocks are not stored."""
+    adapter: Adapter | None = None
+    """Changes the model for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +196,7 @@ class Request:
         self.prompt_token_ids = prompt.token_ids
         self.namespace = prompt.namespace
         self.thinking = prompt.thinking
+        self.adapter = prompt.adapter
         self.params = rules.params
         self.rules = rules
         self.priority, self.tenant = options.priority, options.tenant

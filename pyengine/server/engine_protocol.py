@@ -7,8 +7,10 @@ from typing import Any, Protocol, TypeAlias
 
 from fastapi import APIRouter
 
+from pyengine.engine.adapters import LoadedLoRA
 from pyengine.outputs import RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompts import PromptLike, StrippedThinking
 from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -66,6 +68,15 @@ class EngineClient(Protocol):
     ) -> Future[Any]:
         """See `AsyncEngine`."""
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `AsyncEngine`."""
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """See `AsyncEngine`."""
+
+    def list_loras(self) -> Sequence[LoadedLoRA]:
+        """See `AsyncEngine`."""
+
     def stats(self) -> EngineLoad:
         """See `AsyncEngine`."""
 
@@ -80,6 +91,7 @@ class EngineClient(Protocol):
         tenant: bytes = b"",
         cache_hints: CacheHints = NO_HINTS,
         thinking: StrippedThinking | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """See `AsyncEngine`."""
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.models.adapters import AdapterLimits
 from pyengine.models.config import check_sizes
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, TABLE, Family
@@ -100,13 +102,20 @@ class OpenedModel:
     weights: Weights
     formats: str = ""
 
-    def decoder(self, kernels: Kernels, rank: Rank = WHOLE) -> Decoder:
+    def decoder(
+        self, kernels: Kernels, rank: Rank = WHOLE, adapters: AdapterLimits | None = None
+    ) -> Decoder:
         """The decoder, laid out by `kernels`, or the part of a `rank` of it.
+
+        With `adapters` its linear layers have tables for so many.
 
         One tensor of a file is read at a time; a rank reads its part. Raises `ModelLoadError` for
         weights that are not finite, and `ConfigurationError` if the ranks cannot divide the model.
         """
-        return Decoder(divided(self.spec, rank.size), self.weights.with_kernels(kernels, rank))
+        weights = self.weights.with_kernels(kernels, rank)
+        if adapters is not None:
+            weights = weights.with_adapters(AdapterTables(adapters))
+        return Decoder(divided(self.spec, rank.size), weights)
 
     def mtp_layers(self, decoder: Decoder) -> MTPLayers:
         """The layers for multi-token prediction, for a model that was opened with them.
