@@ -1,4 +1,4 @@
-"""Random LoRA adapters in PEFT's folders, and checkpoints with adapters merged into their weights."""
+"""Random LoRA adapters in folders of PEFT, and checkpoints with adapters merged into them."""
 
 import json
 import shutil
