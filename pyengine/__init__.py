@@ -17,6 +17,7 @@ _MODULES = {
     "pyengine.outputs": "BeamSearchOutput BeamSearchSequence ClassificationRequestOutput "
     "CompletionOutput EmbeddingRequestOutput RequestOutput ScoringRequestOutput",
     "pyengine.pooling_params": "PoolingParams",
+    "pyengine.request.lora": "LoRARequest",
     "pyengine.sampling_params": "BeamSearchParams RequestOutputKind SamplingParams "
     "StructuredOutputs",
 }

@@ -21,6 +21,7 @@ __all__ = [
     "PackedWeight",
     "QuantizedWeight",
     "__version__",
+    "add_adapters",
     "add_norm",
     "add_rows",
     "draw_tokens",
@@ -186,6 +187,16 @@ def mamba(
     out: _AnyArray,
     *,
     gate: _AnyArray | None = None,
+) -> None: ...
+def add_adapters(
+    threads: CpuAttention,
+    rows: _AnyArray,
+    out: _AnyArray,
+    slots: _Array,
+    down: _Floats,
+    up: _Floats,
+    ranks: _Array,
+    ends: _Array,
 ) -> None: ...
 def gated_norm(
     threads: CpuAttention,

@@ -38,6 +38,7 @@ from pyengine.outputs import (
 from pyengine.pooling_params import PoolingParams
 from pyengine.request.beam_search import first_logprobs, step_params
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompts import (
     PromptLike,
     StrippedThinking,
@@ -91,6 +92,7 @@ class AsyncEngine(EngineClientBase):
         priority: float = 0,
         deadline: float | None = None,
         tenant: bytes = b"",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Continue a prompt, given as for `LLM.generate`. Yields items as `LLM.stream` does.
 
@@ -98,7 +100,8 @@ class AsyncEngine(EngineClientBase):
         priorities run first, then earlier arrivals. `deadline` is a time on the clock of
         `time.monotonic`: a request that has not ended by then is aborted, with the finish reason
         "abort" and the stop reason "deadline". Tenants take turns, so none waits for all requests
-        of another one, and a priority counts within its `tenant`. Closing the iterator, or
+        of another one, and a priority counts within its `tenant`. `lora_request` is as in
+        `LLM.generate`; an adapter is loaded in another thread. Closing the iterator, or
         cancelling the task that reads it, ends the request.
 
         Raises `InvalidRequestError` for a request that cannot be served, `QueueFullError` if
@@ -115,9 +118,11 @@ class AsyncEngine(EngineClientBase):
             priority=priority,
             deadline=deadline,
             tenant=tenant,
+            lora_request=lora_request,
         )
-        # A grammar takes a while to compile.
-        is_slow = sampling_params is not None and sampling_params.structured_outputs is not None
+        # A grammar takes a while to compile, and an adapter to load.
+        has_grammar = sampling_params is not None and sampling_params.structured_outputs is not None
+        is_slow = has_grammar or lora_request is not None
         request = await asyncio.to_thread(make) if is_slow else make()
         with closing(self.submit([request])) as stream:
             async for item in stream:
@@ -207,11 +212,16 @@ class AsyncEngine(EngineClientBase):
                 pass
 
     async def pin(
-        self, prompt: PromptLike, ttl: float = 300.0, *, cache_salt: str | None = None
+        self,
+        prompt: PromptLike,
+        ttl: float = 300.0,
+        *,
+        cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PromptPin:
         """Compute a prompt, and keep its full blocks cached for `ttl` seconds. See `LLM.pin`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
-        request = self._pin_request(parsed, ttl)
+        request = self._pin_request(parsed, ttl, lora_request)
         with closing(self.submit([request])) as stream:
             async for _ in stream:
                 pass
@@ -229,6 +239,7 @@ class AsyncEngine(EngineClientBase):
         tenant: bytes = b"",
         cache_hints: CacheHints = NO_HINTS,
         thinking: StrippedThinking | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """Check a request with the parameters of `generate`, for one call of `submit`.
 
@@ -245,6 +256,7 @@ class AsyncEngine(EngineClientBase):
             tenant=tenant,
             deadline=_checked_deadline(deadline),
             cache_hints=cache_hints,
+            adapter=self._adapter(lora_request),
         )
         parsed = replace(parsed, thinking=thinking)
         return self._input_processor.request(request_id, parsed, params, options)

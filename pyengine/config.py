@@ -243,6 +243,14 @@ class EngineSettings:
         "layers",
         minimum=1,
     )
+    enable_lora: bool = setting(
+        False, "serve LoRA adapters of PEFT beside the model, several in one step"
+    )
+    max_loras: int = setting(8, "maximum number of LoRA adapters in one step", minimum=1)
+    max_lora_rank: int = setting(16, "maximum rank of a LoRA adapter", minimum=1)
+    max_cpu_loras: int | None = setting(
+        None, "maximum number of loaded LoRA adapters; default: no limit", minimum=1
+    )
     max_model_len: int | None = setting(
         None,
         "maximum number of tokens of prompt and answer together; default: the model's positions, "
@@ -326,10 +334,21 @@ class EngineSettings:
         self._check_store()
         if self.tensor_parallel_size != 1:
             self._check_divided()
+        self._check_lora()
         if self.speculation == "mtp" and self.compile:
             raise self._not_yet("compile", "speculation")
         if self.speculation == "mtp" and self.kv_cache_dtype == "int8":
             raise self._not_yet("kv_cache_dtype", "speculation")
+
+    def _check_lora(self) -> None:
+        if not self.enable_lora:
+            return
+        if self.compile:
+            raise self._not_yet("compile", "enable_lora")
+        if self.tensor_parallel_size != 1:
+            raise self._not_yet("tensor_parallel_size", "enable_lora")
+        if self.speculation == "mtp":
+            raise self._not_yet("speculation", "enable_lora")
 
     def _not_yet(self, name: str, other: str) -> ConfigurationError:
         """The refusal of two settings that cannot be combined so far."""

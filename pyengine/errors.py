@@ -26,6 +26,10 @@ class ContextLengthError(InvalidRequestError):
     """A prompt is longer than the model's context, or than the pool can hold."""
 
 
+class AdapterError(InvalidRequestError):
+    """A LoRA adapter is unknown, damaged, of another model, or of an unsupported kind."""
+
+
 class QueueFullError(PyEngineError):
     """The queue is full, and no request was accepted. Try again later."""
 

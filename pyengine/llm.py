@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from queue import SimpleQueue
@@ -26,6 +27,7 @@ from pyengine.outputs import (
 from pyengine.pooling_params import PoolingParams
 from pyengine.request.beam_search import first_logprobs, step_params
 from pyengine.request.chat_template import ChatOptions, Message, as_conversations, render_chat
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompts import (
     Prompt,
     PromptLike,
@@ -42,6 +44,7 @@ from pyengine.sampling_params import BeamSearchParams, RequestOutputKind, Sampli
 from pyengine.utils.progress import progress_bar
 
 Priorities = float | Sequence[float]
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(EngineClientBase):
@@ -78,6 +81,7 @@ class LLM(EngineClientBase):
         use_tqdm: bool = True,
         *,
         priority: Priorities = 0,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue every prompt. Returns complete results in the order of the prompts.
 
@@ -85,13 +89,15 @@ class LLM(EngineClientBase):
         `prompt_token_ids` and optionally a `cache_salt`: only prompts with the same salt share
         cached blocks. Give one set of sampling parameters for all prompts or one for each; None
         means `get_default_sampling_params`. Waiting requests with a smaller `priority` run first.
-        Results are complete, whatever the `output_kind`.
+        Results are complete, whatever the `output_kind`. With `enable_lora`, a `lora_request` for
+        all prompts, or one or None for each, changes the model for them.
 
-        Raises `InvalidRequestError` if any prompt cannot be served; then none has run. Raises
-        `RequestFailedError`, which has all outputs, if the forward pass failed on any of them.
+        Raises `InvalidRequestError` if any prompt cannot be served, and `AdapterError` if an
+        adapter cannot; then none has run. Raises `RequestFailedError`, which has all outputs, if
+        the forward pass failed on any of them.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+        return self._run(self._requests(parsed, sampling_params, priority, lora_request), use_tqdm)
 
     def generate_iter(
         self,
@@ -99,6 +105,7 @@ class LLM(EngineClientBase):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Priorities = 0,
+        lora_request: LoRARequests = None,
     ) -> Iterator[RequestOutput]:
         """Continue every prompt. Yields each result as soon as it is complete.
 
@@ -106,7 +113,7 @@ class LLM(EngineClientBase):
         its `error` says why. Leaving the loop early ends the other requests.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        requests = self._requests(parsed, sampling_params, priority)
+        requests = self._requests(parsed, sampling_params, priority, lora_request)
         return self._read(requests, RequestOutputKind.FINAL_ONLY)
 
     def chat(  # noqa: PLR0913
@@ -121,6 +128,7 @@ class LLM(EngineClientBase):
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Priorities = 0,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, using the model's chat template.
 
@@ -142,7 +150,7 @@ class LLM(EngineClientBase):
         ]
         thinking = stripped_thinking(self.tokenizer, options)
         parsed = [Prompt(token_ids=token_ids, thinking=thinking) for token_ids in rendered]
-        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+        return self._run(self._requests(parsed, sampling_params, priority, lora_request), use_tqdm)
 
     def embed(
         self,
@@ -220,7 +228,7 @@ class LLM(EngineClientBase):
         bar = progress_bar(params.max_tokens) if use_tqdm else None
         with nullcontext() if bar is None else bar:
             while any(beams := [search.prompts for search in searches]):
-                requests = self._requests(list(chain(*beams)), step, priority=0)
+                requests = self._requests(list(chain(*beams)), step, 0, None)
                 outputs = iter(self._run(requests, use_tqdm=False))
                 for search, prompts_of_step in zip(searches, beams, strict=True):
                     if prompts_of_step:
@@ -235,6 +243,7 @@ class LLM(EngineClientBase):
         sampling_params: SamplingParams | None = None,
         *,
         priority: float = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Continue one prompt. Every item holds all output so far; the last one is finished.
 
@@ -243,17 +252,19 @@ class LLM(EngineClientBase):
         """
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        options = RequestOptions(priority=priority)
+        options = RequestOptions(priority=priority, adapter=self._adapter(lora_request))
         return self._read([self._input_processor.request(None, parsed, params, options)])
 
-    def pin(self, prompt: PromptLike, ttl: float = 300.0) -> PromptPin:
+    def pin(
+        self, prompt: PromptLike, ttl: float = 300.0, *, lora_request: LoRARequest | None = None
+    ) -> PromptPin:
         """Compute a prompt, and keep its full blocks cached for `ttl` seconds.
 
         All pins together keep at most the share `max_pinned_share` of the KV pool. A pin on the
         same prompt renews the first one. Raises `PinQuotaError`, with the numbers, if the blocks
         are too many, and `InvalidRequestError` if the prompt cannot be served.
         """
-        request = self._pin_request(parse_prompt(prompt, self.tokenizer), ttl)
+        request = self._pin_request(parse_prompt(prompt, self.tokenizer), ttl, lora_request)
         for _ in self._read([request]):
             pass
         return self._pin_of(request)
@@ -330,14 +341,24 @@ class LLM(EngineClientBase):
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Priorities,
+        lora_request: LoRARequests,
     ) -> list[Request]:
         """A request for each prompt, all of them checked."""
         params = match_params(sampling_params, len(prompts), self._default_params)
+        given: Sequence[Any] = [lora_request] * len(prompts)
+        if isinstance(lora_request, Sequence):
+            given = lora_request
+        if len(given) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(given)} lora_requests for {len(prompts)} prompts: give one for all, or one "
+                "or None for each"
+            )
+        adapters = [self._adapter(each) for each in given]
         make = self._input_processor.request
         return [
-            make(None, prompt, param, options)
-            for prompt, param, options in zip(
-                prompts, params, _options(priority, len(prompts)), strict=True
+            make(None, prompt, param, replace(options, adapter=adapter))
+            for prompt, param, options, adapter in zip(
+                prompts, params, _options(priority, len(prompts)), adapters, strict=True
             )
         ]
 

@@ -69,6 +69,7 @@ class StubRunner:
         hidden_rows: Any = None,
         mtp: Any = None,
         states: Any = None,
+        adapters: Any = None,
     ) -> Forward:
         """Logits of a step, without a model."""
         plan.copies()

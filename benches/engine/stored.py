@@ -252,6 +252,7 @@ class NoModel:
         hidden_rows: Any = None,
         mtp: Any = None,
         states: Any = None,
+        adapters: Any = None,
     ) -> Any:
         """See `Runner.prepare`."""
         import torch

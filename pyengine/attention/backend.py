@@ -65,6 +65,8 @@ class StepInputs:
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
     - `state_sources`, `state_slots`: int64 `[B]`, as `StateInputs` has them; None: no layer keeps a
       state.
+    - `adapter_slots`: int32 `[T]`, the slots of tokens in the tables of adapters, -1: none; None:
+      the model has no such tables.
 
     The `host_` arrays hold the same numbers in host memory, so that `metadata` never waits for the
     device. They are valid until the next step is filled in. If the tensors stay in place for a
@@ -88,11 +90,12 @@ class StepInputs:
     """The `Cascade` of the step, if its shared blocks are read once."""
     state_sources: Any = None
     state_slots: Any = None
+    adapter_slots: Any = None
 
     def tensors(self) -> "StepInputs":
         """The same step for torch: on the CPU tensors over the memory of the arrays.
 
-        Those of states stay, for `StateLayers`.
+        Those of states and adapters stay, for `ForwardPass`.
         """
         if not isinstance(self.input_ids, np.ndarray):
             return self

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyengine.attention.backend import QKV, AttentionMetadata, AttentionOptions
 from pyengine.errors import ConfigurationError
@@ -19,13 +19,14 @@ class PagedContext:
     `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
     counts the layers that attended so far; the runner compares it with the layers of the pool,
     since a layer that keeps its state elsewhere would silently be wrong. `states` are those of a
-    model with recurrent layers.
+    model with recurrent layers. `adapter_slots` are int32 `[T]`, as `StepInputs` has them.
     """
 
     metadata: AttentionMetadata
     kept: Sequence[int | None]
     attended: int = field(default=0)
     states: StateInputs | None = None
+    adapter_slots: Any = None
 
     def attend(self, layer: int, qkv: QKV, options: AttentionOptions) -> "torch.Tensor":
         """See `AttentionMetadata.forward`, and `count`."""

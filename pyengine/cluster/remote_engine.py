@@ -14,9 +14,11 @@ import numpy as np
 
 from pyengine.cluster.calls import ModelInfo, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
+from pyengine.engine.adapters import LoadedLoRA
 from pyengine.engine.explain import with_hint
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
 from pyengine.errors import (
+    AdapterError,
     EngineClosedError,
     InvalidRequestError,
     NoReplicaError,
@@ -24,6 +26,7 @@ from pyengine.errors import (
 )
 from pyengine.outputs import CacheExplanation, RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompt_entries import PromptEntryCache
 from pyengine.request.prompts import (
     PromptLike,
@@ -132,6 +135,18 @@ class RemoteEngine:
             "replicas behind a router embed, score and classify nothing: ask a server of one engine"
         )
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Raises `AdapterError`: replicas have no adapters."""
+        raise _no_adapters()
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Raises `AdapterError`: replicas have no adapters."""
+        raise _no_adapters()
+
+    def list_loras(self) -> Sequence[LoadedLoRA]:
+        """None: replicas have no adapters."""
+        return ()
+
     def stats(self) -> RemoteLoad:
         """The current load."""
         begun = sum([request.has_begun for request in self._live.values()])
@@ -148,8 +163,11 @@ class RemoteEngine:
         tenant: bytes = b"",
         cache_hints: CacheHints = NO_HINTS,
         thinking: StrippedThinking | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """See `AsyncEngine.request`."""
+        if lora_request is not None:
+            raise _no_adapters()
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         parsed = replace(parsed, thinking=thinking)
         (params,) = match_params(sampling_params, 1, self._about.default_params)
@@ -309,3 +327,7 @@ class RemoteStream:
         self._engine.leave(self.requests)
         for request in self.requests:
             request.cancel()
+
+
+def _no_adapters() -> AdapterError:
+    return AdapterError("replicas have no LoRA adapters yet: serve them from one engine")

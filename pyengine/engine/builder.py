@@ -4,7 +4,7 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from pyengine.attention.choice import Choice, select_backend
 from pyengine.attention.needs import AttentionNeeds, needs_of
 from pyengine.config import EngineSettings, store_key
 from pyengine.cpu.threads import ComputeThreads, compute_threads
+from pyengine.engine.adapters import AdapterRegistry, AdapterSlots
 from pyengine.engine.core import Engine
 from pyengine.engine.description import Setup, describe, rows_have_same_bits
 from pyengine.engine.drafting import Drafting
@@ -45,11 +46,13 @@ from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, keep_freed_memory
 from pyengine.kv_cache.pool import KVPool, resolve_kv_cache_dtype, tensor_specs
 from pyengine.kv_cache.pool_size import PoolSettings
+from pyengine.models.adapters import AdapterLimits
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model, model_properties
 from pyengine.models.placement import resolve_device
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.request.prompt_entries import PromptEntryCache
+from pyengine.request.request import SequenceState
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.pins import PinTable
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -99,6 +102,7 @@ class BuiltEngine:
     offloader: KVOffloader | None
     verifier: HitVerifier | None
     weights: WeightChanges
+    adapters: AdapterRegistry | None
     inbox: Inbox
     worker_group: "WorkerGroup | None"
     threads: ComputeThreads
@@ -256,9 +260,11 @@ def _connect(
     if settings.verify_cache_hits:
         assert pool is not None  # settings refuse a divided model
         verifier = _verifier(setup, processor, pool)
-    scheduler = _scheduler(setup, offloader)
+    slots = AdapterSlots(settings.max_loras) if settings.enable_lora else None
+    scheduler = _scheduler(setup, offloader, slots)
     pinning = Pinning(manager, scheduler.pins)
     parts: list[EnginePart | None] = [
+        slots,
         Explainer(manager.block_size) if settings.explain_misses else None,
         pinning,
         verifier,
@@ -272,7 +278,7 @@ def _connect(
         parts.append(MemoryAhead(manager, pool.populate_piece, largest))
     present = [part for part in parts if part is not None]
     params = default_params(settings, loaded)
-    engine = Engine(manager, scheduler, executor, present)
+    engine = Engine(manager, scheduler, executor, present, slots)
     return BuiltEngine(
         loaded=loaded,
         manager=manager,
@@ -286,6 +292,7 @@ def _connect(
             rekey=None if offloader is None else partial(_rekey, setup, offloader),
             refusal=_no_sleep(setup),
         ),
+        adapters=_registry(setup),
         input_processor=processor,
         pins=scheduler.pins,
         offloader=offloader,
@@ -342,8 +349,22 @@ def _step_threads(
     )
 
 
-def _scheduler(setup: Setup, offloader: KVOffloader | None) -> Scheduler:
+def _registry(setup: Setup) -> AdapterRegistry | None:
+    tables = setup.loaded.adapters
+    return None if tables is None else AdapterRegistry(tables, setup.settings.max_cpu_loras)
+
+
+def _scheduler(
+    setup: Setup, offloader: KVOffloader | None, slots: AdapterSlots | None
+) -> Scheduler:
     settings, manager = setup.settings, setup.manager
+    holders = [part for part in (slots and slots.is_held, offloader and offloader.look_up) if part]
+    is_held: Callable[[SequenceState], bool] | None = holders[0] if holders else None
+    if len(holders) > 1:
+
+        def is_held(sequence: SequenceState) -> bool:
+            return any(holds(sequence) for holds in holders)
+
     return Scheduler(
         manager,
         SchedulerLimits(
@@ -357,7 +378,7 @@ def _scheduler(setup: Setup, offloader: KVOffloader | None) -> Scheduler:
         ),
         replay=setup.loaded.num_mtp_layers,
         prefix_caching=settings.enable_prefix_caching,
-        is_held=None if offloader is None else offloader.look_up,
+        is_held=is_held,
         states=RunningStates(settings.max_num_seqs) if setup.loaded.states else None,
     )
 
@@ -460,6 +481,8 @@ def _fingerprints(
         ("dtypes", f"{loaded.dtype} {needs.cache_dtype}".encode()),
         ("quantization", str(settings.quantization).encode()),
         *_scale_properties(cache),
+        # The first product of an MLP is rounded before its activation then.
+        *([("adapters", b"")] if loaded.adapters is not None else []),
         ("MTP layers", str(loaded.num_mtp_layers).encode()),
         *of_model,
     ]
@@ -542,7 +565,11 @@ def _source(settings: EngineSettings) -> ModelSource:
 
 def _load(settings: EngineSettings, num_threads: int) -> LoadedModel:
     source = _source(settings)
-    kernels = kernel_settings(settings, with_mtp_layers=settings.speculation == "mtp")
+    adapters = None
+    if settings.enable_lora:
+        adapters = AdapterLimits(settings.max_loras, settings.max_lora_rank)
+    is_mtp = settings.speculation == "mtp"
+    kernels = kernel_settings(settings, with_mtp_layers=is_mtp, adapters=adapters)
     loaded = load_model(
         source,
         device=settings.device,
@@ -606,6 +633,7 @@ def _runner_limits(
         num_groups=len(groups.windows),
         rows_per_seq=1 if settings.speculation is None else 1 + drafts,
         has_states=has_states,
+        has_adapters=settings.enable_lora,
     )
 
 
@@ -642,12 +670,20 @@ def _runner(
     if settings.compile:
         pool.populate()  # with a compiled model, for steady steps too
         runner.compile()
-    elif settings.compile is None and recorder is not None and not cache.states:
+    elif _may_compile(settings, recorder, cache):
         _compile_if_possible(runner)
     runner.capture()
-    if recorder is not None and not cache.states:
+    if recorder is not None and not cache.states and not settings.enable_lora:
         runner.capture_piecewise(recorder.pieces)
     return runner
+
+
+def _may_compile(
+    settings: EngineSettings, recorder: "CudaGraphRecorder | None", cache: KVCacheConfig
+) -> bool:
+    if settings.compile is not None or settings.enable_lora:
+        return False
+    return recorder is not None and not cache.states
 
 
 def _compile_if_possible(runner: ModelRunner) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Never, Self
 from weakref import finalize
 
 from pyengine.config import EngineSettings
+from pyengine.engine.adapters import AdapterRegistry, LoadedLoRA
 from pyengine.engine.builder import build_engine
 from pyengine.engine.changes import Change, Outcome, checked_mode
 from pyengine.engine.explain import explain_prompt
@@ -20,10 +21,12 @@ from pyengine.engine.stats import EngineObserver, EngineStats
 from pyengine.engine.weights import ASLEEP, NewWeights
 from pyengine.errors import ConfigurationError, EngineClosedError, InvalidRequestError, copy_error
 from pyengine.kv_cache import TraceError
+from pyengine.models.adapters import Adapter
 from pyengine.outputs import CacheExplanation
 from pyengine.request.beam_search import BeamSearch
 from pyengine.request.cache_hints import CacheHints, KeptPrefix
 from pyengine.request.chat_template import ChatOptions, Message, render_chat
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompts import Prompt, PromptLike, parse_prompt
 from pyengine.request.request import Request, RequestOptions
 from pyengine.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
@@ -83,6 +86,7 @@ class EngineClientBase:
         self._offloader = parts.offloader
         self._verifier = parts.verifier
         self._weights = parts.weights
+        self._adapters = parts.adapters
         self._worker_group = parts.worker_group
         kill = None if parts.worker_group is None else parts.worker_group.kill
         self._engine_loop = EngineLoop(parts.engine, parts.threads, kill, parts.inbox)
@@ -139,6 +143,40 @@ class EngineClientBase:
         """
         return self._input_processor.grammars.compile(structured_outputs, tenant)
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read a LoRA adapter from its folder and register it, for requests from now on.
+
+        An adapter of this name is replaced; requests that have begun keep it. Prefixes are cached
+        by content: a folder with other numbers shares nothing with the one before, and two names of
+        the same numbers share everything. Any thread may call it. Returns True.
+
+        Raises `AdapterError` for an adapter that is missing, damaged, of another model or of a kind
+        that is not served, and `ConfigurationError` without `enable_lora`.
+        """
+        self._registry.add(_checked(lora_request))
+        return True
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Unload a LoRA adapter; requests that have begun keep it. False if there is none."""
+        return self._registry.remove(lora_name)
+
+    def list_loras(self) -> list[LoadedLoRA]:
+        """The LoRA adapters that are loaded, in the order of their loading."""
+        return [] if self._adapters is None else list(self._adapters.list())
+
+    @property
+    def _registry(self) -> AdapterRegistry:
+        self._engine_loop.refuse_fork()
+        if self._adapters is None:
+            raise ConfigurationError("LoRA adapters need an engine with enable_lora=True")
+        return self._adapters
+
+    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        """The adapter of a request, which is loaded if it is not."""
+        if lora_request is None:
+            return None
+        return self._registry.get(_checked(lora_request))
+
     @property
     def max_pinned_blocks(self) -> int:
         """The most blocks that all pins of callers keep."""
@@ -149,14 +187,19 @@ class EngineClientBase:
         limits = self._input_processor.limits
         return BeamSearch(prompt, params, limits.eos_token_ids, limits.max_model_len)
 
-    def _pin_request(self, prompt: Prompt, ttl: float) -> Request:
+    def _pin_request(
+        self, prompt: Prompt, ttl: float, lora_request: LoRARequest | None = None
+    ) -> Request:
         """A request that computes a prompt and pins it. Raises `InvalidRequestError`."""
         if not is_real(ttl) or not 0 < ttl < inf:
             raise InvalidRequestError(f"ttl={ttl!r}: it must be a number of seconds above 0")
         params = SamplingParams(max_tokens=0)
         hints = CacheHints(pins=((len(prompt.token_ids), float(ttl)),))
         return self._input_processor.request(
-            None, prompt, params, RequestOptions(cache_hints=hints)
+            None,
+            prompt,
+            params,
+            RequestOptions(cache_hints=hints, adapter=self._adapter(lora_request)),
         )
 
     def _pin_of(self, request: Request) -> PromptPin:
@@ -266,6 +309,14 @@ class EngineClientBase:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _checked(lora_request: Any) -> LoRARequest:
+    if not isinstance(lora_request, LoRARequest):
+        raise InvalidRequestError(
+            f"lora_request={shown(lora_request)}: it must be a LoRARequest(name, path), or None"
+        )
+    return lora_request
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
 from typing import Any
 
+from pyengine.engine.adapters import AdapterSlots
 from pyengine.engine.changes import Change, Changes, has_begun
 from pyengine.engine.deadlines import Deadlines
 from pyengine.engine.input_processor import refuse_taken
@@ -46,10 +47,12 @@ class Engine:
         scheduler: Scheduler,
         executor: Executor,
         parts: Sequence[EnginePart] = (),
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._manager = manager
         self._scheduler = scheduler
         self._executor = executor
+        self._adapters = adapters
         self._parts = EngineParts(parts)
         self._requests: dict[str, Request] = {}
         """Unfinished requests, by id."""
@@ -249,6 +252,8 @@ class Engine:
             model_step = ModelStep(step.plan, rows.batch, positions, step.mtp)
             if self._scheduler.states is not None:
                 model_step.states = self._slots_of(step, self._scheduler.states)
+            if self._adapters is not None:
+                model_step.adapters = self._adapters.of(step)
             self._executor.submit(model_step, before)
             self._queue.append(SubmittedStep(step, rows, model_step, step.plan.num_tokens))
         except BaseException as error:

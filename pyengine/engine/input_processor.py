@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pyengine.engine.adapters import with_adapter
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.errors import ContextLengthError, InvalidRequestError
 from pyengine.request.output import OutputRules
@@ -170,6 +171,8 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             kept = params.truncated(prompt.token_ids, limits.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
+        if options.adapter is not None:
+            prompt = with_adapter(prompt, options.adapter)
         max_output = self._check(prompt, params)
         eos_ids = frozenset() if params.ignore_eos else limits.eos_token_ids
         rules = OutputRules(params, prompt.token_ids, max_output, eos_ids, self._tokenizer)

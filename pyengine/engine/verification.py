@@ -159,6 +159,7 @@ class HitVerifier(EnginePart):
         prompt = Prompt(
             token_ids=request.prompt_token_ids[:num_tokens],
             namespace=b"verification " + token_bytes(16),
+            adapter=request.adapter,
         )
         options = RequestOptions(priority=_LAST, tenant=request.tenant, is_internal=True)
         params = SamplingParams(max_tokens=0, seed=0)

@@ -14,6 +14,7 @@ from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.executor.mtp import DraftRow, MTPStep
 from pyengine.executor.states import StateSlots
 from pyengine.kv_cache import StepPlan
+from pyengine.models.adapters import StepAdapters
 from pyengine.sampling.logprobs import PendingLogprobs
 from pyengine.sampling.sampler import Sampled, SamplingBatch, sample
 from pyengine.sampling.state import SamplingState
@@ -82,7 +83,8 @@ def _prompt_logprobs(prompts: Sequence[PromptRows], logits: Any) -> PendingLogpr
 class ModelStep:
     """A step for the executor; `positions[i]` is the position of the i-th token in its output.
 
-    `mtp` is for a model that has MTP layers, `states` for one that has recurrent layers.
+    `mtp` is for a model that has MTP layers, `states` for one that has recurrent layers, and
+    `adapters` for one with adapters.
     """
 
     plan: StepPlan
@@ -90,6 +92,7 @@ class ModelStep:
     positions: npt.NDArray[np.int64]
     mtp: MTPStep | None = None
     states: StateSlots | None = None
+    adapters: StepAdapters | None = None
     work: "Future[Sampled]" = field(init=False)
     """The tokens, once it is submitted; has the error of the step, if it failed."""
 
@@ -131,12 +134,16 @@ class Executor:
         """
         batch, prompts = step.batch, step.batch.prompts
         extra = np.concatenate([part.rows for part in prompts]) if prompts else None
+        adapters: dict[str, Any] = {}
+        if step.adapters is not None:
+            adapters["adapters"] = step.adapters
         forward = self.runner.prepare(
             step.plan,
             extra_rows=extra,
             hidden_rows=batch.hidden_rows,
             mtp=step.mtp,
             states=step.states,
+            **adapters,
         )
         masks: TokenMasks | None = None
         if batch.sampling.matchers:

@@ -66,8 +66,8 @@ class RunnerLimits:
     """The largest step: tokens, sequences, blocks of one table; and tables of one sequence.
 
     `rows_per_seq` is the most rows of logits of a sequence: one, and one for each draft. With
-    `has_states` the model has recurrent layers. `tables` are those of a pool whose tensors have
-    several layers of a group; empty: that of each group.
+    `has_states` the model has recurrent layers, with `has_adapters` tables of adapters. `tables`
+    are those of a pool whose tensors have several layers of a group; empty: that of each group.
     """
 
     max_num_batched_tokens: int
@@ -76,6 +76,7 @@ class RunnerLimits:
     num_groups: int = 1
     rows_per_seq: int = 1
     has_states: bool = False
+    has_adapters: bool = False
     tables: tuple[Table, ...] = ()
 
     @property
@@ -111,6 +112,8 @@ _WIDTHS = 64
 
 _STATE_ARRAYS = ("state_sources", "state_slots")
 """The arrays of a step of a model with recurrent layers: see `StepInputs`."""
+
+_ADAPTER_ARRAY = "adapter_slots"
 
 _ALIGNMENT = 64
 """Bytes: kernels are compiled anew for addresses that are no multiples of 16."""
@@ -217,6 +220,8 @@ class InputBuffers:
             tables = np.zeros((len(limits.tables), sequences, self._max_width), np.int32)
         names = _STATE_ARRAYS if limits.has_states else ()
         self._host |= {name: np.full(sequences, -1, np.int64) for name in names}
+        if limits.has_adapters:
+            self._host[_ADAPTER_ARRAY] = np.full(tokens, -1, np.int32)
         self._tables, self._block_size, self._device = tables, block_size, device
         self.is_apart = device.type != "cpu" or apart
         """True if the step's inputs are tensors, apart from the host's arrays."""
@@ -250,11 +255,16 @@ class InputBuffers:
         )
 
     def fill(
-        self, plan: Plan, padding: Padding | None = None, states: StepStates | None = None
+        self,
+        plan: Plan,
+        padding: Padding | None = None,
+        states: StepStates | None = None,
+        adapter_slots: npt.NDArray[np.int32] | None = None,
     ) -> FilledStep:
         """Let `plan` write its step, padded with `padding`. Only the rows of this step are copied.
 
         `states` are those of a model with recurrent layers; None: no state is read or kept.
+        `adapter_slots` are those of a model with adapters, int32 `[T]`; None: no token has one.
         Waits for the copy of the step before, which may still run if that step was rolled back or
         samples no tokens. A pending token is written as `-1 - row` (see `ModelRunner`). The result
         refers to the buffers: it is valid until the next call.
@@ -274,6 +284,8 @@ class InputBuffers:
             sources, slots = (self._host[name] for name in _STATE_ARRAYS)
             sources[:sequences] = -1 if states is None else states.sources
             slots[:sequences] = -1 if states is None else states.slots
+        if self._limits.has_adapters:
+            self._host[_ADAPTER_ARRAY][:tokens] = -1 if adapter_slots is None else adapter_slots
         if padding is not None:
             self._pad(sequences, padding)
             tokens = sequences = samples = padding.num_sequences
@@ -360,6 +372,8 @@ class InputBuffers:
         arrays.logits_indices[count:end] = range(count, end)
         for name in _STATE_ARRAYS if self._limits.has_states else ():
             self._host[name][count:end] = -1
+        if self._limits.has_adapters:
+            self._host[_ADAPTER_ARRAY][count:end] = -1
 
     def _width(self, sequences: int) -> int:
         """The columns of the longest table, rounded up, so that views can be reused."""
@@ -383,6 +397,8 @@ class InputBuffers:
         }
         if self._limits.has_states:
             sizes |= dict.fromkeys(_STATE_ARRAYS, sequences)
+        if self._limits.has_adapters:
+            sizes[_ADAPTER_ARRAY] = tokens
         views: dict[str, Any] = {name: self._host[name][..., :size] for name, size in sizes.items()}
         tables: Any = self._tables[:, :sequences, :width]
         packed: Packed | None = None

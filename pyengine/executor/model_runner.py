@@ -15,12 +15,14 @@ from pyengine.executor.input_buffers import InputBuffers, Plan, RunnerLimits
 from pyengine.executor.mtp import DraftRow, MTPLayers, MTPStep
 from pyengine.executor.states import StateLayers, StatePlan, StateSlots, StepStates
 from pyengine.kv_cache.pool import KVPool
+from pyengine.models.adapters import StepAdapters
 from pyengine.models.loaded import LoadedModel, callable_model
 from pyengine.models.model import Model
 from pyengine.utils.device_arrays import concatenated, device_of, with_known
 from pyengine.utils.devices import for_torch, on_device
 from pyengine.utils.host_copy import upload
 from pyengine.utils.packaging import require_torch
+from pyengine.utils.tensors import tensor_of
 
 if TYPE_CHECKING:
     from pyengine.executor.compiled import CompiledForward
@@ -59,6 +61,7 @@ class Runner(Protocol):
         hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Forward:
         """Read everything from `plan`; the result computes its tokens.
 
@@ -66,7 +69,8 @@ class Runner(Protocol):
         a prompt); `hidden_rows` are tokens, in the same range, whose hidden states are wanted: such
         a step runs without graphs and uncompiled. MTP layers compute the same tokens from the
         states in `mtp`, and keep theirs there. `states` are the slots of a model with recurrent
-        layers; None: no state is read or kept.
+        layers; None: no state is read or kept. `adapters` are those of a model with adapters; None:
+        no token has one.
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
@@ -76,9 +80,15 @@ class ForwardPass:
     """The forward pass of a model whose layers attend to `windows` (None: to everything)."""
 
     def __init__(
-        self, model: Model, windows: Sequence[int | None], states: StateLayers | None = None
+        self,
+        model: Model,
+        windows: Sequence[int | None],
+        states: StateLayers | None = None,
+        *,
+        takes_arrays: bool = True,
     ) -> None:
-        self._model = model
+        """`takes_arrays`: the model computes over arrays of the host, not over tensors."""
+        self._model, self._takes_arrays = model, takes_arrays
         self._windows = windows
         self._states = states
         self.compiled: CompiledForward | None = None
@@ -86,7 +96,10 @@ class ForwardPass:
     def __call__(self, inputs: StepInputs, metadata: AttentionMetadata) -> Any:
         """The logits of `inputs.logits_indices`."""
         states = None if self._states is None else self._states.inputs(inputs)
-        context = PagedContext(metadata, self._windows, states=states)
+        slots = inputs.adapter_slots
+        if slots is not None and not self._takes_arrays:
+            slots = tensor_of(slots)
+        context = PagedContext(metadata, self._windows, states=states, adapter_slots=slots)
         if self.compiled is not None:
             return self.compiled(inputs, context)
         ids, positions, rows = inputs.input_ids, inputs.positions, inputs.logits_indices
@@ -126,7 +139,10 @@ class ModelRunner:
         if pool.snapshots is not None:
             states = StateLayers(pool.snapshots.states, takes_arrays=loaded.model.takes_arrays)
         windows = pool.groups.layer_windows
-        self._forward = ForwardPass(callable_model(loaded.model), windows, states)
+        self._forward = ForwardPass(
+            callable_model(loaded.model), windows, states, takes_arrays=loaded.model.takes_arrays
+        )
+        self._adapters = loaded.adapters
         self._backend = backend
         size, device = pool.block_size, pool.device
         apart = record is not None
@@ -224,6 +240,7 @@ class ModelRunner:
         hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Forward:
         """See `Runner.prepare`."""
         copies = plan.copies()
@@ -234,7 +251,8 @@ class ModelRunner:
         padding = None
         if self.graphs is not None and self.graphs.sizes and is_plain:
             padding = self.graphs.padding(plan)
-        filled = self.buffers.fill(plan, padding, step_states)
+        slots = None if adapters is None else adapters.slots
+        filled = self.buffers.fill(plan, padding, step_states, slots)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_tokens, num_samples = plan.num_tokens, plan.num_samples
         num_rows = num_samples + (0 if extra is None else len(extra))
@@ -248,6 +266,9 @@ class ModelRunner:
                 self.pool.copy_blocks(copies)
             if step_states is not None:
                 step_states.before(self.pool, filled.buffers.arrays.slot_mapping[:, :num_tokens])
+            if adapters is not None:
+                assert self._adapters is not None
+                self._adapters.load(adapters)
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=with_known(inputs.input_ids, sampled))

@@ -84,13 +84,7 @@ def check_weights(folder: Path) -> WeightHeaders:
     tensors: dict[str, TensorHeader] = {}
     num_bytes = 0
     for file in _of_the_model(folder, files):
-        header, expected = _header(file)
-        size = file.stat().st_size
-        if size != expected:
-            raise ModelLoadError(
-                f"{file} is {'truncated' if size < expected else 'damaged'}: its header declares "
-                f"{expected} bytes, the file has {size}; delete it and get it again"
-            )
+        header = checked_file(file)
         if twice := header.keys() & tensors.keys():
             name = min(twice)
             raise ModelLoadError(
@@ -98,8 +92,20 @@ def check_weights(folder: Path) -> WeightHeaders:
                 "twice; remove the files of one copy"
             )
         tensors.update(header)
-        num_bytes += size
+        num_bytes += file.stat().st_size
     return WeightHeaders(tensors, num_bytes)
+
+
+def checked_file(file: Path) -> dict[str, TensorHeader]:
+    """The tensors in the header of a safetensors file; `ModelLoadError` unless it is complete."""
+    header, expected = _header(file)
+    size = file.stat().st_size
+    if size != expected:
+        raise ModelLoadError(
+            f"{file} is {'truncated' if size < expected else 'damaged'}: its header declares "
+            f"{expected} bytes, the file has {size}; delete it and get it again"
+        )
+    return header
 
 
 def _of_the_model(folder: Path, files: list[Path]) -> list[Path]:

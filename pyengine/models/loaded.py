@@ -8,6 +8,7 @@ from typing import Any
 
 from pyengine.attention.needs import LayerNeeds
 from pyengine.kv_cache.states import StateSpec
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.product_choice import ProductChooser
 from pyengine.models.kv_scales import Scales
 from pyengine.models.model import Model
@@ -47,6 +48,7 @@ class LoadedModel:
     - `path`: the model's folder, or its GGUF file.
     - `load_format`: with "dummy", weights are random.
     - `pooling`: the defaults of its embeddings, and its classifier.
+    - `adapters`: the tables for adapters; None: it was loaded without.
     """
 
     model: Model
@@ -74,3 +76,4 @@ class LoadedModel:
     kv_scales: Scales = field(default_factory=lambda: MappingProxyType({}))
     load_format: str = "auto"
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    adapters: AdapterTables | None = None

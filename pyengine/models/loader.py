@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.config import default_sampling, gguf_sampling, read_config, refuse_pipes
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
@@ -187,6 +188,12 @@ def _check_fallback_settings(source: ModelSource, kernels: KernelSettings, reaso
             f"({reason}), whose layers are not quantised; leave quantization out"
         )
 
+    if kernels.adapters is not None:
+        raise ConfigurationError(
+            f"enable_lora=True: {source.name} runs as transformers' module ({reason}), whose "
+            "layers take no adapters here; merge the adapter into the model"
+        )
+
     if kernels.with_mtp_layers:
         raise ConfigurationError(
             f"speculation='mtp': {source.name} runs as transformers' module ({reason}), whose MTP "
@@ -236,12 +243,13 @@ def _load(
             check_dummy_memory(own, kernels.min_bits(choice.dtype, spec.saved_dtype), device)
         rank = rank_of(shards)
         with rank.failing_together():
-            decoder = opened.decoder(ops, rank)
+            tables = None if kernels.adapters is None else AdapterTables(kernels.adapters)
+            decoder = opened.decoder(ops, rank, tables)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(ops, kernels, source.name)
         texts = reading.result()
     refusal = _no_new_weights(source, kernels, device, shards)
-    weight_source = WeightSource(opened, ops, mtp is not None, refusal)
+    weight_source = WeightSource(opened, ops, tables, mtp is not None, refusal)
     # A rank's part of a quantised weight is floats.
     formats = opened.formats if ops.keeps_formats and shards == 1 else ""
     return LoadedModel(
@@ -269,6 +277,7 @@ def _load(
         kv_scales=_kv_scales(source),
         load_format=source.load_format,
         pooling=_pooling(source, opened),
+        adapters=decoder.adapters,
     )
 
 
@@ -307,6 +316,12 @@ def _opened(
     """The model of a source, and the reader of its text side, while its files are open."""
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
+            if kernels.adapters is not None:
+                raise ConfigurationError(
+                    f"enable_lora=True: {source.name} is a GGUF file, whose layers have other "
+                    "names and orders than adapters of PEFT; take the model's safetensors files, "
+                    "with a quantization if memory is short"
+                )
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import InvalidRequestError
+from pyengine.models.adapters import AppliedAdapter
 from pyengine.pooling_params import PoolingParams
 from pyengine.request.untrusted_calls import raise_tokenizer_error, tokenizer_errors, within
 from pyengine.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ class Prompt:
     `token_ids` are a list or an int64 array `[T]`; `text` is their source, if that was text.
     Prompts of different `namespace`s share no blocks; with a `switch`, from its position on their
     blocks are shared only under its name, too. `thinking` is the part of prompt and answer
-    that the next turn of a conversation leaves out.
+    that the next turn of a conversation leaves out. `adapter` changes the model for it.
     """
 
     token_ids: Sequence[int]
@@ -74,6 +75,7 @@ class Prompt:
     namespace: bytes = b""
     switch: tuple[int, bytes] | None = None
     thinking: StrippedThinking | None = None
+    adapter: AppliedAdapter | None = None
 
     @property
     def space(self) -> BlockSpace:

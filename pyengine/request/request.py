@@ -10,6 +10,7 @@ import numpy as np
 
 from pyengine.errors import PinQuotaError
 from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.models.adapters import Adapter
 from pyengine.outputs import (
     CacheExplanation,
     CompletionOutput,
@@ -58,6 +59,8 @@ class RequestOptions:
     """True for a request of the engine itself: its blocks are not stored."""
     pooling: Pooling | None = None
     """The hidden states of the prompt that are wanted, for a request without output."""
+    adapter: Adapter | None = None
+    """Changes the model for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -221,6 +224,7 @@ class Request:
         self.prompt_token_ids = prompt.token_ids
         self.namespace, self.space = prompt.namespace, prompt.space
         self.thinking = prompt.thinking
+        self.adapter = prompt.adapter
         self.params = rules.params
         self.rules = rules
         self.priority, self.tenant = options.priority, options.tenant

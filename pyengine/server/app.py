@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import Message, Receive, Scope, Send
 
 from pyengine.errors import PyEngineError
+from pyengine.request.lora import LoRARequest
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_protocol import EngineClient, MakeObservers
 from pyengine.server.errors import NOSNIFF, handle_errors
@@ -63,6 +64,9 @@ def create_app(
         longest_text=max_model_len * max(map(len, tokens), default=0),
         block_size=int(str(described["block_size"])),
     )
+    for text in settings.lora_modules:
+        name, _, path = text.partition("=")
+        context.load_lora(LoRARequest(name, path))
 
     observers = observe(engine, settings, context.names[0], lambda: context.is_draining)
 

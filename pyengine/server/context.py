@@ -12,6 +12,8 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from pyengine.errors import AdapterError
+from pyengine.request.lora import LoRARequest
 from pyengine.request.request import Request as EngineRequest
 from pyengine.server.callers import Caller, require_admin
 from pyengine.server.engine_protocol import EngineClient, EngineStream
@@ -71,14 +73,28 @@ class ServerContext:
         """The model's name in responses. Raises `ApiError` (404) for any other model."""
         if name is None:
             return self.names[0]
-        if name not in self.names:
+        adapters = [each.lora_name for each in self.engine.list_loras()]
+        if name not in self.names and name not in adapters:
+            known = [*self.names, *adapters]
             raise ApiError(
                 404,
-                f"unknown model {name[:200]!r}; this server has {', '.join(self.names)}",
+                f"unknown model {name[:200]!r}; this server has {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )
         return name
+
+    def lora_of(self, model: str) -> LoRARequest | None:
+        """The adapter that a model's name stands for; None: it is the model itself."""
+        return None if model in self.names else LoRARequest(model)
+
+    def load_lora(self, lora_request: LoRARequest) -> None:
+        """Load an adapter. Raises `AdapterError`, for a name of the model, too."""
+        if lora_request.lora_name in self.names:
+            raise AdapterError(
+                f"{lora_request.lora_name!r} is the name of the model: give the adapter another one"
+            )
+        self.engine.add_lora(lora_request)
 
     @property
     def separates_keys(self) -> bool:

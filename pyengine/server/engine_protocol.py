@@ -7,9 +7,11 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from fastapi import APIRouter
 
+from pyengine.engine.adapters import LoadedLoRA
 from pyengine.engine.pooler import Pooler
 from pyengine.outputs import RequestOutput
 from pyengine.request.cache_hints import NO_HINTS, CacheHints
+from pyengine.request.lora import LoRARequest
 from pyengine.request.prompts import PromptLike, StrippedThinking
 from pyengine.request.request import Request
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -71,6 +73,15 @@ class EngineClient(Protocol):
     ) -> Future[Any]:
         """See `AsyncEngine`."""
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See `AsyncEngine`."""
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """See `AsyncEngine`."""
+
+    def list_loras(self) -> Sequence[LoadedLoRA]:
+        """See `AsyncEngine`."""
+
     def stats(self) -> EngineLoad:
         """See `AsyncEngine`."""
 
@@ -85,6 +96,7 @@ class EngineClient(Protocol):
         tenant: bytes = b"",
         cache_hints: CacheHints = NO_HINTS,
         thinking: StrippedThinking | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """See `AsyncEngine`."""
 

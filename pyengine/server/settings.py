@@ -44,6 +44,10 @@ class ServerSettings:
     served_model_name: tuple[str, ...] = _several(
         "name of the model for clients; default: the name it was opened by",
     )
+    lora_modules: tuple[str, ...] = _several(
+        "LoRA adapter to load at startup, as NAME=FOLDER; needs enable_lora; clients name it as "
+        "their model",
+    )
     api_key: tuple[str, ...] = _several(
         "key that clients must send as `Authorization: Bearer KEY`; default: no key is needed; "
         "PYENGINE_API_KEY keeps it out of the process list",

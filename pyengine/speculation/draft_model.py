@@ -19,6 +19,7 @@ from pyengine.kv_cache import BlockManager, Computing, Loading, NoBudget, NoRoom
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import bytes_per_block, resolve_kv_cache_dtype
 from pyengine.kv_cache.pool_size import PoolSettings
+from pyengine.models.adapters import AdapterLimits
 from pyengine.models.decoder.kernel_sets import KernelSettings
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import load_model
@@ -29,13 +30,19 @@ from pyengine.speculation.drafters import Draft
 from pyengine.utils.dtypes import DType
 
 
-def kernel_settings(settings: EngineSettings, *, with_mtp_layers: bool = False) -> KernelSettings:
+def kernel_settings(
+    settings: EngineSettings,
+    *,
+    with_mtp_layers: bool = False,
+    adapters: AdapterLimits | None = None,
+) -> KernelSettings:
     """The settings of an engine that a model's arithmetic depends on."""
     return KernelSettings(
         quantization=settings.quantization,
         linear_backend=settings.linear_backend,
         is_compiled=bool(settings.compile),
         with_mtp_layers=with_mtp_layers,
+        adapters=adapters,
     )
 
 

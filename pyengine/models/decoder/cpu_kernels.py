@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from pyengine.attention.backend import KernelOptions
 from pyengine.cpu import CpuAttention, PackedWeight, add_norm, add_rows, map_rows, norm_rows
+from pyengine.models.adapters import AdapterLimits
+from pyengine.models.decoder.cpu_adapters import CpuAdapterTable
 from pyengine.models.decoder.cpu_numbers import NUMPY, Dtype, as_floats, read
 from pyengine.models.decoder.cpu_products import (
     CpuExactProduct,
@@ -23,6 +25,7 @@ from pyengine.models.decoder.cpu_products import (
     CpuProduct,
     KernelWeight,
     ReusedMemory,
+    activated,
     laid_out,
 )
 from pyengine.models.decoder.cpu_states import CpuStates
@@ -200,6 +203,20 @@ class CpuKernels(CpuStates):
             gate, up = (self._laid_out(half, self.quantization) for half in halves)
             return CpuGate(self.threads, gate, up, mlp.activation)
         return CpuInnerProduct(self.threads, self.product(weight, bias), mlp)
+
+    def activated(self, rows: Rows, mlp: MLP) -> Rows:
+        """See `Kernels.activated`."""
+        return activated(self.threads, rows, mlp)
+
+    def adapter_table(
+        self, ends: Sequence[int], inputs: int, limits: AdapterLimits
+    ) -> CpuAdapterTable:
+        """See `Kernels.adapter_table`."""
+        return CpuAdapterTable(self.threads, ends, inputs, limits)
+
+    def adapter_slots(self, slots: npt.NDArray[np.int32], _max_loras: int) -> Any:
+        """See `Kernels.adapter_slots`. None if no token has an adapter."""
+        return slots if (slots >= 0).any() else None
 
     def table(self, weight: Weight, use: TableUse = "both") -> Table:
         """See `Kernels.table`."""

@@ -157,16 +157,19 @@ class CpuInnerProduct:
 
     def multiply(self, rows: Rows) -> Rows:
         """See `Kernels.inner_product`."""
-        inner, activation = self.product.multiply(rows), self.mlp.activation
-        out = np.empty((len(inner), self.mlp.size), inner.dtype)
-        if isinstance(activation, ClampedGate):
-            clamped = activation.alpha, activation.limit
-            gate_rows(self.threads, inner, out, clamped=clamped)
-        elif self.mlp.is_gated:
-            gate_rows(self.threads, inner, out, activation)
-        else:
-            map_rows(self.threads, inner, out, activation)
-        return out
+        return activated(self.threads, self.product.multiply(rows), self.mlp)
+
+
+def activated(threads: CpuAttention, inner: Rows, mlp: MLP) -> Rows:
+    """See `Kernels.activated`."""
+    out, activation = np.empty((len(inner), mlp.size), inner.dtype), mlp.activation
+    if isinstance(activation, ClampedGate):
+        gate_rows(threads, inner, out, clamped=(activation.alpha, activation.limit))
+    elif mlp.is_gated:
+        gate_rows(threads, inner, out, activation)
+    else:
+        map_rows(threads, inner, out, activation)
+    return out
 
 
 @dataclass(slots=True)

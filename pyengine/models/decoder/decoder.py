@@ -54,13 +54,13 @@ class DecoderLayer:
             if self._is_parallel and self._feed_forward is not None:
                 if self._before_feed_forward is not None:
                     rows = kernels.norm(stream, self._before_feed_forward)
-                return stream, rank.sum(kernels.added(change, self._feed_forward(rows)))
+                return stream, rank.sum(kernels.added(change, self._feed_forward(rows, step)))
             change = rank.sum(change)
             if self._after_mixer is not None:
                 change = kernels.norm(change, self._after_mixer)
         if self._feed_forward is not None:
             stream, rows = kernels.add_norm(stream, change, scale, self._before_feed_forward)
-            change = rank.sum(self._feed_forward(rows))
+            change = rank.sum(self._feed_forward(rows, step))
             if self._after_feed_forward is not None:
                 change = kernels.norm(change, self._after_feed_forward)
         if self._token_input is not None:
@@ -125,6 +125,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.kernels, self.rank = weights.kernels, weights.rank
+        self.adapters = weights.adapters
         if unchanged is not None and unchanged.outside:
             self._take_outside(unchanged.decoder)
         else:
@@ -166,14 +167,20 @@ class Decoder:
         logits_rows: Rows,
         metadata: "AttentionMetadata",
         states: "StateInputs | None" = None,
+        adapter_slots: Rows = None,
     ) -> Rows:
         """The logits `[S, vocab]` of the rows `logits_rows` `[S]`.
 
         `ids` and `positions` are `[T]`, the tokens of all sequences of a step; `metadata` is its
         attention, prepared over the pool that `spec.cache_specs` describes. `states` are those of
         its sequences, over the pool that `spec.state_specs` describes, if that has any.
+        `adapter_slots` are those of its tokens, int32 `[T]`, -1: none.
         """
-        return self.logits(self.hidden_states(ids, positions, metadata, states, rows=logits_rows))
+        return self.logits(
+            self.hidden_states(
+                ids, positions, metadata, states, rows=logits_rows, adapter_slots=adapter_slots
+            )
+        )
 
     def hidden_states(
         self,
@@ -183,6 +190,7 @@ class Decoder:
         states: "StateInputs | None" = None,
         *,
         rows: Rows = None,
+        adapter_slots: Rows = None,
     ) -> Rows:
         """The states after the last norm `[T, hidden]`, or those of some `rows` `[S]` of the T."""
         kernels = self.kernels
@@ -191,8 +199,11 @@ class Decoder:
         step = Step(ids, positions, metadata, angles, states=states)
         if states is not None:
             step = replace(step, sequences=kernels.sequences(states))
+        if adapter_slots is not None and self.adapters is not None:
+            max_loras = self.adapters.limits.max_loras
+            step = replace(step, adapters=kernels.adapter_slots(adapter_slots, max_loras))
         if self._token_inputs is not None:
-            step = replace(step, token_input=self._token_inputs(ids, stream))
+            step = replace(step, token_input=self._token_inputs(stream, step))
         for layer in self._layers:
             stream, change = layer(stream, change, step)
         if rows is not None:
@@ -230,11 +241,11 @@ class TokenInputs:
         self._product = weights.linear("token_input_product", width, spec.hidden_size)
         self._norm = weights.norm("token_input_norm", token_input.norm, token_input.size)
 
-    def __call__(self, ids: Rows, embedded: Rows) -> Rows:
-        """`[T, layers, size]` for tokens `[T]` and their embeddings `[T, hidden]`."""
-        kernels, shape = self._kernels, (len(ids), -1, self._size)
-        looked_up = kernels.scaled(self._table.gather(ids), self._size**0.5)
-        product = kernels.scaled(self._product(embedded), self._hidden**-0.5)
+    def __call__(self, embedded: Rows, step: Step) -> Rows:
+        """`[T, layers, size]` for the step's tokens `[T]` and their embeddings `[T, hidden]`."""
+        kernels, shape = self._kernels, (len(step.ids), -1, self._size)
+        looked_up = kernels.scaled(self._table.gather(step.ids), self._size**0.5)
+        product = kernels.scaled(self._product(embedded, step), self._hidden**-0.5)
         normed = kernels.norm(product.reshape(shape), self._norm)
         return kernels.scaled(kernels.added(normed, looked_up.reshape(shape)), 0.5**0.5)
 

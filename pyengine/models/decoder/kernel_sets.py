@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from pyengine.errors import ConfigurationError
+from pyengine.models.adapters import AdapterLimits
 from pyengine.utils.devices import Device, for_torch
 from pyengine.utils.dtypes import DType, itemsize, torch_dtype
 from pyengine.utils.packaging import require_torch
@@ -18,13 +19,14 @@ class KernelSettings:
     """Settings that a model's arithmetic depends on; see `EngineSettings`.
 
     `is_compiled`: the decoder is to be compiled by torch. `with_mtp_layers`: those for multi-token
-    prediction are loaded, too.
+    prediction are loaded, too. `adapters`: linear layers have tables for so many; None: no tables.
     """
 
     quantization: str | None = None
     linear_backend: str = "auto"
     is_compiled: bool = False
     with_mtp_layers: bool = False
+    adapters: AdapterLimits | None = None
 
     @property
     def keeps_formats(self) -> bool:

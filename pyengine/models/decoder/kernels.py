@@ -24,6 +24,8 @@ from pyengine.models.decoder.stored_weight import Weight
 if TYPE_CHECKING:
     from pyengine.attention.backend import AttentionMetadata
     from pyengine.kv_cache.states import LayerState, StateInputs
+    from pyengine.models.adapters import AdapterLimits
+    from pyengine.models.decoder.adapters import AdapterTable
 
 TableUse = Literal["lookup", "product", "both"]
 Rows = Any
@@ -71,7 +73,8 @@ class Step:
     `ids`, `positions` are `[T]`. `angles` has cosines and sines of `positions` for each rotary
     embedding of the model. `kept` has the keys and values of layers that later ones share, by
     their number. `states` are those of recurrent layers, `sequences` what the kernel set made of
-    them. `token_input` is `[T, layers, size]`, if the model has such inputs.
+    them. `token_input` is `[T, layers, size]`, if the model has such inputs. `adapters` is what the
+    kernel set made of the slots of tokens; None: no adapter changes any.
     """
 
     ids: Rows
@@ -82,6 +85,7 @@ class Step:
     token_input: Rows = None
     states: "StateInputs | None" = None
     sequences: Any = None
+    adapters: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,17 @@ class Kernels(Protocol):
 
         A gated one has `[2 size, inputs]`, the gate first, and gives `[T, size]`.
         """
+
+    def activated(self, rows: Rows, mlp: MLP) -> Rows:
+        """`activation(gate) * up` of rows `[T, 2 size]`, or the activation of each number."""
+
+    def adapter_table(
+        self, ends: Sequence[int], inputs: int, limits: "AdapterLimits"
+    ) -> "AdapterTable":
+        """A table for the adapters of a linear layer, whose parts end at these outputs."""
+
+    def adapter_slots(self, slots: Rows, max_loras: int) -> Any:
+        """Prepare the slots of tokens (int32 `[T]`, -1: none) for the tables, once for a step."""
 
     def table(self, weight: Weight, use: TableUse = "both") -> Table:
         """Lay out a matrix for look-ups, for products, or for both: an embedding, or the head."""

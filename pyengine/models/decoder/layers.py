@@ -72,7 +72,7 @@ class Attention:
         attention, kernels = self._spec, self._kernels
         if attention.input_scale != 1.0:
             rows = kernels.multiplied(rows, attention.input_scale)
-        qkv, (first, second, third) = self._qkv(rows), self._splits
+        qkv, (first, second, third) = self._qkv(rows, step), self._splits
         query, key, value = qkv[:, :first], qkv[:, first:second], qkv[:, second:third]
         if attention.values_are_keys:
             value = key
@@ -98,7 +98,7 @@ class Attention:
         if gate is not None:
             gates = kernels.sigmoid(gate.reshape(len(rows), -1))
             attended = kernels.multiplied(attended, gates)
-        result = self._out(attended)
+        result = self._out(attended, step)
         if attention.output_scale != 1.0:
             result = kernels.multiplied(result, attention.output_scale)
         return result
@@ -136,8 +136,9 @@ class SharedAttention:
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Attend with the rows of the step."""
-        query = self._query(rows).reshape(len(rows), self._heads, -1)
-        return self._out(self._attention.attend((query, *step.kept[self._source]), step))
+        query = self._query(rows, step).reshape(len(rows), self._heads, -1)
+        attended = self._attention.attend((query, *step.kept[self._source]), step)
+        return self._out(attended, step)
 
 
 def _out(weights: Weights, attention: spec.Attention, hidden: int) -> Linear:
@@ -167,7 +168,7 @@ class LatentAttention:
         self._spec, self._kernels = attention, weights.kernels
         has_bias, rank = attention.has_bias, attention.query_rank
         queries = attention.heads * attention.head_dim
-        self._query: Callable[[Rows], Rows]
+        self._query: Callable[[Rows, Step], Rows]
         if rank is None:
             self._query = weights.linear("query", queries, hidden, divided="outputs")
         else:
@@ -188,21 +189,21 @@ class LatentAttention:
         """Attend with the rows of the step."""
         attention, kernels = self._spec, self._kernels
         count, heads, plain = len(rows), attention.heads, attention.plain_dim
-        query = self._query(rows).reshape(count, heads, attention.head_dim)
+        query = self._query(rows, step).reshape(count, heads, attention.head_dim)
         query = kernels.concatenated(query[:, :, plain:], query[:, :, :plain])
-        latent = self._kv_down(rows)
+        latent = self._kv_down(rows, step)
         rotated = latent[:, attention.kv_rank :].reshape(count, 1, attention.shared_dim)
-        expanded = self._kv_up(kernels.norm(latent[:, : attention.kv_rank], self._kv_latent))
+        expanded = self._kv_up(kernels.norm(latent[:, : attention.kv_rank], self._kv_latent), step)
         expanded = expanded.reshape(count, heads, plain + attention.value_dim)
         key = kernels.concatenated(rotated, expanded[:, :, :plain])
         value = expanded[:, :, plain:]
         if attention.query_growth is not None:
             query = kernels.grown(query, step.positions, attention.query_growth)
-        return self._out(self._attention.attend((query, key, value), step))
+        return self._out(self._attention.attend((query, key, value), step), step)
 
-    def _query_by_latent(self, rows: Rows) -> Rows:
-        latent = self._kernels.norm(self._query_down(rows), self._query_latent)
-        return self._query_up(latent)
+    def _query_by_latent(self, rows: Rows, step: Step) -> Rows:
+        latent = self._kernels.norm(self._query_down(rows, step), self._query_latent)
+        return self._query_up(latent, step)
 
 
 class MLP:
@@ -216,12 +217,12 @@ class MLP:
             prefix + "down", hidden, mlp.size, has_bias=mlp.has_bias, divided="inputs"
         )
 
-    def __call__(self, rows: Rows) -> Rows:
-        """Map the rows."""
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Map the rows of the step."""
         before, after = self._scales
         if before != 1.0:
             rows = self._kernels.multiplied(rows, before)
-        rows = self._down(self._inner(rows))
+        rows = self._down(self._inner(rows, step), step)
         return rows if after == 1.0 else self._kernels.multiplied(rows, after)
 
 
@@ -248,20 +249,20 @@ class Experts:
             if experts.shared_gate:
                 self._shared_gate = weights.linear("shared_gate", 1, hidden)
 
-    def __call__(self, rows: Rows) -> Rows:
-        """Map the rows."""
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Map the rows of the step."""
         kernels = self._kernels
-        scores = self._router(rows)
+        scores = self._router(rows, step)
         chosen, factors = kernels.route(scores, self._routing, self._correction)
-        inputs = rows if self._to_latent is None else self._to_latent(rows)
+        inputs = rows if self._to_latent is None else self._to_latent(rows, step)
         result = self._experts.multiply(inputs, chosen, factors)
         if self._from_latent is not None:
-            result = self._from_latent(result)
+            result = self._from_latent(result, step)
         if self._shared is None:
             return result
-        shared = self._shared(rows)
+        shared = self._shared(rows, step)
         if self._shared_gate is not None:
-            shared = kernels.multiplied(shared, kernels.sigmoid(self._shared_gate(rows)))
+            shared = kernels.multiplied(shared, kernels.sigmoid(self._shared_gate(rows, step)))
         return kernels.added(result, shared)
 
 
@@ -279,8 +280,8 @@ class TokenInput:
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """The change that the layer adds to `rows`."""
-        gated = self._kernels.multiplied(self._gate(rows), step.token_input[:, self._layer])
-        change = self._out(gated)
+        gated = self._kernels.multiplied(self._gate(rows, step), step.token_input[:, self._layer])
+        change = self._out(gated, step)
         return change if self._norm is None else self._kernels.norm(change, self._norm)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.config import check_sizes
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
 from pyengine.models.decoder.decoder import Decoder, Unchanged
 from pyengine.models.decoder.families import NEUTRAL, NO_EFFECT, TABLE, Family
@@ -111,15 +112,21 @@ class OpenedModel:
     """False: the files have no head, and the decoder takes the embedding in its place."""
 
     def decoder(
-        self, kernels: Kernels, rank: Rank = WHOLE, unchanged: Unchanged | None = None
+        self,
+        kernels: Kernels,
+        rank: Rank = WHOLE,
+        adapters: AdapterTables | None = None,
+        unchanged: Unchanged | None = None,
     ) -> Decoder:
         """The decoder, laid out by `kernels`, or the part of a `rank` of it.
 
-        What is `unchanged` is not read. One tensor of a file is read at a time; a rank reads its
-        part. Raises `ModelLoadError` for weights that are not finite, and `ConfigurationError` if
-        the ranks cannot divide the model.
+        With `adapters` its linear layers have these tables. What is `unchanged` is not read. One
+        tensor of a file is read at a time; a rank reads its part. Raises `ModelLoadError` for
+        weights that are not finite, and `ConfigurationError` if the ranks cannot divide the model.
         """
         weights = self.weights.with_kernels(kernels, rank)
+        if adapters is not None:
+            weights = weights.with_adapters(adapters)
         return Decoder(divided(self.spec, rank.size), weights, unchanged)
 
     def mtp_layers(self, decoder: Decoder) -> MTPLayers:

@@ -13,6 +13,7 @@ from pyengine.attention.needs import LayerNeeds
 from pyengine.cpu import CpuAttention
 from pyengine.errors import WeightUpdateError
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.cpu_kernels import CpuKernels
 from pyengine.models.decoder.decoder import Decoder
 from pyengine.models.decoder.mtp import MTPLayers
@@ -48,11 +49,18 @@ class DecoderModel:
         self, ids: Any, positions: Any, rows: Any, paged: "PagedContext | CompiledModel"
     ) -> Any:
         """See `Model`. In place of arrays, tensors on the CPU are taken, and give one."""
-        states = paged.states if isinstance(paged, PagedContext) else None
+        states = slots = None
+        if isinstance(paged, PagedContext):
+            states, slots = paged.states, paged.adapter_slots
         if not self.takes_arrays or isinstance(ids, np.ndarray):
-            return self._decoder(ids, positions, rows, self._adapted(paged), states)
+            return self._decoder(ids, positions, rows, self._adapted(paged), states, slots)
         own = array_of(ids), array_of(positions), array_of(rows)
-        return tensor_of(self._decoder(*own, self._adapted(paged), states))
+        return tensor_of(self._decoder(*own, self._adapted(paged), states, slots))
+
+    @property
+    def adapters(self) -> AdapterTables | None:
+        """The tables of adapters; None: it was loaded without."""
+        return self._decoder.adapters
 
     def stage(
         self, weights: "NamedTensors | str | Path", *, with_digests: bool = False

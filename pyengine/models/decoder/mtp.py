@@ -43,7 +43,7 @@ class MTPLayer:
         if self._rotary is not None:
             angles[self._rotary] = kernels.angles(positions, self._rotary)
         step = Step(ids, positions, metadata, angles)
-        stream, change = self._layer(self._projection(pairs), None, step)
+        stream, change = self._layer(self._projection(pairs, step), None, step)
         return kernels.add_norm(stream, change, self._scale, self._norm)[1]
 
 

@@ -48,7 +48,7 @@ class GatedDelta(_Recurrent):
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Mix the rows of the step."""
         delta, count = self._spec, len(rows)
-        qkvz, ba, channels = self._qkvz(rows), self._ba(rows), sum(delta.sizes)
+        qkvz, ba, channels = self._qkvz(rows, step), self._ba(rows, step), sum(delta.sizes)
         state, states = self._states(step)
         qkv = self.kernels.short_conv(qkvz[:, :channels], self._conv, state, states)
         keys, values = delta.sizes[0], (count, delta.value_heads, delta.value_dim)
@@ -62,7 +62,7 @@ class GatedDelta(_Recurrent):
         mixed = self.kernels.gated_delta(parts, self._decay, state, states)
         gate = qkvz[:, channels:].reshape(-1, delta.value_dim)
         normed = self.kernels.gated_norm(mixed.reshape(gate.shape), gate, self._norm)
-        return self._out(normed.reshape(count, -1))
+        return self._out(normed.reshape(count, -1), step)
 
 
 class DeltaAttention(_Recurrent):
@@ -90,19 +90,19 @@ class DeltaAttention(_Recurrent):
         """Mix the rows of the step."""
         delta, count = self._spec, len(rows)
         state, states = self._states(step)
-        qkv = self.kernels.short_conv(self._qkv(rows), self._conv, state, states)
+        qkv = self.kernels.short_conv(self._qkv(rows, step), self._conv, state, states)
         shape, width = (count, delta.heads, delta.head_dim), delta.width
         parts = (
             qkv[:, :width].reshape(shape),
             qkv[:, width : 2 * width].reshape(shape),
             qkv[:, 2 * width :].reshape(shape),
-            self._decay_up(self._decay_down(rows)),
-            self._rate_gate(rows),
+            self._decay_up(self._decay_down(rows, step), step),
+            self._rate_gate(rows, step),
         )
         mixed = self.kernels.gated_delta(parts, self._decay, state, states)
-        gate = self._gate_up(self._gate_down(rows)).reshape(-1, delta.head_dim)
+        gate = self._gate_up(self._gate_down(rows, step), step).reshape(-1, delta.head_dim)
         normed = self.kernels.gated_norm(mixed.reshape(gate.shape), gate, self._norm)
-        return self._out(normed.reshape(count, -1))
+        return self._out(normed.reshape(count, -1), step)
 
 
 class Mamba2(_Recurrent):
@@ -134,7 +134,7 @@ class Mamba2(_Recurrent):
         width, inner = mamba.width, mamba.groups * mamba.state_size
         if mamba.input_scale != 1.0:
             rows = kernels.multiplied(rows, mamba.input_scale)
-        projected, end = self._in(rows), width + mamba.conv.channels
+        projected, end = self._in(rows, step), width + mamba.conv.channels
         if self._factors is not None:
             projected = kernels.multiplied(projected, self._factors)
         state, states = self._states(step)
@@ -153,7 +153,7 @@ class Mamba2(_Recurrent):
         else:
             mixed = kernels.mamba(parts, self._space, state, states).reshape(count, width)
             mixed = kernels.gated_norm(mixed, gate, self._norm)
-        result = self._out(mixed)
+        result = self._out(mixed, step)
         if mamba.output_scale != 1.0:
             result = kernels.multiplied(result, mamba.output_scale)
         return result
@@ -186,18 +186,18 @@ class Mamba(_Recurrent):
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Mix the rows of the step."""
         mamba, kernels = self._spec, self.kernels
-        projected, width, size = self._in(rows), mamba.width, mamba.state_size
+        projected, width, size = self._in(rows, step), mamba.width, mamba.state_size
         state, states = self._states(step)
         mixed = kernels.short_conv(projected[:, :width], self._conv, state, states)
-        inner, rank = self._rows(mixed), mamba.rank
+        inner, rank = self._rows(mixed, step), mamba.rank
         bounds = (slice(0, rank), slice(rank, rank + size), slice(rank + size, None))
         time, b, c = (
             kernels.norm(inner[:, part], norm)
             for part, norm in zip(bounds, self._norms, strict=True)
         )
-        parts = mixed, self._time_up(time), b, c
+        parts = mixed, self._time_up(time, step), b, c
         mixed = kernels.mamba(parts, self._space, state, states, projected[:, width:])
-        return self._out(mixed)
+        return self._out(mixed, step)
 
 
 class ShortConv(_Recurrent):
@@ -214,11 +214,11 @@ class ShortConv(_Recurrent):
 
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Mix the rows of the step."""
-        projected, width = self._in(rows), self._width
+        projected, width = self._in(rows, step), self._width
         gates = projected[:, :width], projected[:, width : 2 * width]
         inputs = projected[:, 2 * width :]
         mixed = self.kernels.short_conv(inputs, self._conv, *self._states(step), gates)
-        return self._out(mixed)
+        return self._out(mixed, step)
 
 
 def recurrent_layer(

@@ -12,6 +12,7 @@ from pyengine.attention.backend import AttentionOptions
 from pyengine.errors import ModelLoadError
 from pyengine.kernels.operators import kept
 from pyengine.kernels.rope import HeadNorm, RotaryLayout, Rotation
+from pyengine.models.adapters import AdapterLimits
 from pyengine.models.decoder.checkpoint import StoredTensor
 from pyengine.models.decoder.dummy_numbers import DummyStored, numbers
 from pyengine.models.decoder.grouped import group_pairs, grouped_linear
@@ -38,6 +39,7 @@ from pyengine.models.decoder.spec import (
     Routing,
 )
 from pyengine.models.decoder.stored_weight import Weight
+from pyengine.models.decoder.torch_adapters import TorchAdapterTable, adapter_slots
 from pyengine.models.decoder.torch_states import TorchStates
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -194,6 +196,18 @@ class TorchKernels(TorchStates):
             return activation(rows)
         gate, up = rows.chunk(2, -1)
         return activation(gate) * up
+
+    def adapter_table(
+        self, ends: Sequence[int], inputs: int, limits: AdapterLimits
+    ) -> TorchAdapterTable:
+        """See `Kernels.adapter_table`."""
+        return TorchAdapterTable((self.device, self.dtype), ends, inputs, limits)
+
+    def adapter_slots(
+        self, slots: torch.Tensor, max_loras: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.adapter_slots`."""
+        return adapter_slots(slots, max_loras)
 
     def table(self, weight: Weight, _use: TableUse = "both") -> Table:
         """See `Kernels.table`."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from pyengine.errors import ModelLoadError, WeightUpdateError
 from pyengine.models.checkpoint_files import check_weights
+from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.checkpoint import Array, StoredTensor
 from pyengine.models.decoder.decoder import Decoder, Unchanged
 from pyengine.models.decoder.kernels import Kernels
@@ -108,6 +109,7 @@ class WeightSource:
 
     opened: OpenedModel
     kernels: Kernels
+    adapters: AdapterTables | None = None
     with_mtp_layers: bool = False
     refusal: str = ""
 
@@ -204,7 +206,7 @@ class WeightSource:
         is_whole: bool,
         digests: tuple[bytes, ...] = (),
     ) -> StagedWeights:
-        decoder = opened.decoder(self.kernels, unchanged=unchanged)
+        decoder = opened.decoder(self.kernels, adapters=self.adapters, unchanged=unchanged)
         mtp = opened.mtp_layers(decoder) if self.with_mtp_layers else None
         return StagedWeights(opened, decoder, mtp, is_whole, digests)
 

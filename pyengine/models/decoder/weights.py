@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
+from pyengine.models.decoder.adapters import AdapterTable, AdapterTables
 from pyengine.models.decoder.checkpoint import StoredTensor, Tensors
 from pyengine.models.decoder.kernels import (
     ConvWeights,
@@ -20,6 +21,8 @@ from pyengine.models.decoder.kernels import (
     Kernels,
     NormWeights,
     Product,
+    Rows,
+    Step,
     Table,
     TableUse,
 )
@@ -34,16 +37,35 @@ Axis = Literal["outputs", "inputs"]
 
 
 class Linear:
-    """`[T, inputs]` to `[T, outputs]` by a product, which holds the weight."""
+    """`[T, inputs]` to `[T, outputs]` by a product, which holds the weight, and adapters."""
 
-    __slots__ = ("product",)
+    __slots__ = ("adapters", "product")
 
-    def __init__(self, product: Product) -> None:
-        self.product = product
+    def __init__(self, product: Product, adapters: AdapterTable | None = None) -> None:
+        self.product, self.adapters = product, adapters
 
-    def __call__(self, rows: Any) -> Any:
-        """Multiply."""
-        return self.product.multiply(rows)
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Multiply the rows of the step."""
+        result = self.product.multiply(rows)
+        if step.adapters is None or self.adapters is None:
+            return result
+        return self.adapters.add(result, rows, step.adapters)
+
+
+class ActivatedLinear(Linear):
+    """The first matrix of an MLP with adapters, and then its activation."""
+
+    __slots__ = ("_kernels", "_mlp")
+
+    def __init__(
+        self, product: Product, adapters: AdapterTable, kernels: Kernels, mlp: MLP
+    ) -> None:
+        super().__init__(product, adapters)
+        self._kernels, self._mlp = kernels, mlp
+
+    def __call__(self, rows: Rows, step: Step) -> Rows:
+        """Multiply the rows of the step, and apply the activation."""
+        return self._kernels.activated(super().__call__(rows, step), self._mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +77,8 @@ class Weights:
     kernels: Kernels
     layer: int | None = None
     rank: Rank = WHOLE
+    adapters: AdapterTables | None = None
+    """The tables of adapters, which linear layers add theirs to; None: they have none."""
 
     def of_layer(self, layer: int) -> "Weights":
         """The weights of this layer."""
@@ -77,6 +101,10 @@ class Weights:
     def names(self) -> Names:
         """Their names, by those that layers ask for."""
         return self._names
+
+    def with_adapters(self, tables: AdapterTables) -> "Weights":
+        """The same weights, for linear layers with adapters."""
+        return replace(self, adapters=tables)
 
     def has(self, name: str) -> bool:
         """True if the file has it."""
@@ -103,7 +131,17 @@ class Weights:
             weight = _ungrouped(weight, sizes, groups)
         if divided == "inputs" and self.rank.number:
             bias = None  # it is added once
-        return Linear(self.kernels.product(weight, bias))
+        table = self._adapter_table(name, sizes, inputs, groups)
+        return Linear(self.kernels.product(weight, bias), table)
+
+    def _adapter_table(
+        self, name: str, sizes: Sequence[int], inputs: int, groups: int = 1
+    ) -> AdapterTable | None:
+        """The table for the adapters of a linear layer, if the model has such."""
+        if self.adapters is None:
+            return None
+        prefix, options = self._names.of(name, self.layer)
+        return self.adapters.table(self.kernels, prefix, options, sizes, inputs, groups)
 
     def router(self, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
         """The router of experts, with float32 results: rounding decides no close scores."""
@@ -117,6 +155,10 @@ class Weights:
         """The first matrix of an MLP, with its activation."""
         name, sizes = ("gate_up", [mlp.size] * 2) if mlp.is_gated else ("up", [mlp.size])
         weight, bias = self._pair(prefix + name, sizes, inputs, mlp.has_bias, divided)
+        table = self._adapter_table(prefix + name, sizes, inputs)
+        if table is not None:
+            product = self.kernels.product(weight, bias)
+            return ActivatedLinear(product, table, self.kernels, mlp)
         return Linear(self.kernels.inner_product(weight, bias, mlp))
 
     def table(

@@ -1,12 +1,16 @@
-"""GET /load and /v1/requests/{id}/cache, POST /reset_prefix_cache and /abort_requests."""
+"""GET /load and /v1/requests/{id}/cache, POST /reset_prefix_cache and /abort_requests, and POST
+/v1/load_lora_adapter and /v1/unload_lora_adapter.
+"""
 
 import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from pyengine.server.callers import caller_of
+from pyengine.request.lora import LoRARequest
+from pyengine.server.callers import caller_of, require_admin
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.json_route import JsonRoute
@@ -29,6 +33,21 @@ class AbortRequest(ClientModel):
     """The body of POST /abort_requests."""
 
     request_ids: Annotated[list[RequestId], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class LoadLoRAAdapter(ClientModel):
+    """The body of POST /v1/load_lora_adapter. With `load_inplace` a loaded one is replaced."""
+
+    lora_name: Annotated[str, Field(max_length=128)]
+    lora_path: Annotated[str, Field(max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadLoRAAdapter(ClientModel):
+    """The body of POST /v1/unload_lora_adapter. The number has no effect, as in vLLM."""
+
+    lora_name: Annotated[str, Field(max_length=128)]
+    lora_int_id: int | None = None
 
 
 class Aborted(ServerModel):
@@ -91,3 +110,40 @@ async def abort_requests(body: AbortRequest, request: Request, context: Context)
     ids = {name for running in calls.values() for call in running for name in call.request_ids}
     await asyncio.gather(*(context.engine.abort(name) for name in ids))
     return Aborted(aborted=[request_id for request_id, running in calls.items() if running])
+
+
+@router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(
+    body: LoadLoRAAdapter, request: Request, context: Context
+) -> PlainTextResponse:
+    """Load a LoRA adapter from a folder of the server; clients name it as their model.
+
+    Needs an admin key. A loaded adapter of this name gets 400, unless `load_inplace` replaces it.
+    """
+    require_admin(caller_of(request.scope), "/v1/load_lora_adapter")
+    lora_request = LoRARequest(body.lora_name, body.lora_path)
+    names = {each.lora_name for each in context.engine.list_loras()}
+    if body.lora_name in names and not body.load_inplace:
+        raise ApiError(
+            400,
+            f"the adapter {body.lora_name!r} is loaded: unload it first, or send load_inplace",
+            param="lora_name",
+        )
+    await asyncio.to_thread(context.load_lora, lora_request)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(
+    body: UnloadLoRAAdapter, request: Request, context: Context
+) -> PlainTextResponse:
+    """Unload a LoRA adapter; requests that have begun keep it. Needs an admin key."""
+    require_admin(caller_of(request.scope), "/v1/unload_lora_adapter")
+    if not context.engine.remove_lora(body.lora_name):
+        raise ApiError(
+            404,
+            f"no adapter {body.lora_name!r} is loaded",
+            param="lora_name",
+            code="adapter_not_found",
+        )
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -103,6 +103,7 @@ async def begin(
     `encoded` returns the token ids of the prompts, given a tokenizer; `details` are complete then.
     """
     model = context.check_model(body.model)
+    lora_request = context.lora_of(model)
     client_id, caller = client_id_of(request, body), caller_of(request.scope)
     name = new_name(client_id)
     params = within_limit(body, params, context.settings.max_answer_tokens)
@@ -125,6 +126,7 @@ async def begin(
                 tenant=caller.tenant,
                 cache_hints=hints,
                 thinking=details.thinking,
+                lora_request=lora_request,
             )
             for index, ids in enumerate(prompts)
         ]

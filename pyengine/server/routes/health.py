@@ -30,22 +30,25 @@ async def version() -> dict[str, str]:
 
 @router.get("/v1/models")
 async def models(context: Context) -> ModelList:
-    """The served model, once for each of its names."""
-    return ModelList(object="list", data=[_card(name, context) for name in context.names])
+    """The served model, once for each of its names, and its adapters."""
+    names = [*context.names, *(each.lora_name for each in context.engine.list_loras())]
+    return ModelList(object="list", data=[_card(name, context) for name in names])
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, context: Context) -> ModelCard:
-    """The served model by one of its names."""
+    """The served model by one of its names, or an adapter."""
     return _card(context.check_model(name), context)
 
 
 def _card(name: str, context: ServerContext) -> ModelCard:
+    is_adapter = name not in context.names
     return ModelCard(
         id=name,
         object="model",
         created=context.created,
         owned_by="pyengine",
         root=str(context.engine.describe()["model"]),
+        parent=context.names[0] if is_adapter else None,
         max_model_len=context.max_model_len,
     )

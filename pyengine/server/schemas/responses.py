@@ -244,13 +244,14 @@ class ChatCompletionChunk(ServerModel):
 
 
 class ModelCard(ServerModel):
-    """A served model; `root` is its source."""
+    """A served model; `root` is its source, `parent` the model that an adapter changes."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: str | None = None
     max_model_len: int
 
 

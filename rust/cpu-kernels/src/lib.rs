@@ -57,6 +57,7 @@
 #![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
 
 mod activation;
+mod adapters;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod amx;
@@ -146,6 +147,7 @@ mod weight_memory;
 mod write;
 
 pub use activation::Activation;
+pub use adapters::Adapters;
 pub use attention::{Attention, Options, Query};
 pub use dispatch::Attend;
 pub use draw::Draws;

@@ -1,6 +1,7 @@
 //! `pyengine._cpu`: the CPU's arithmetic for Python. Thin: arrays, threads, errors.
 #![deny(unsafe_code)]
 
+mod adapters;
 mod attention;
 mod claims;
 mod errors;
@@ -35,6 +36,7 @@ fn _cpu(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<linear::PackedWeight>()?;
     module.add_class::<quantized::QuantizedWeight>()?;
     module.add_function(wrap_pyfunction!(attention::limit_threads, module)?)?;
+    adapters::add_to(module)?;
     gated_delta::add_to(module)?;
     gated_norm::add_to(module)?;
     mamba::add_to(module)?;
