@@ -50,6 +50,11 @@ fn keys_are_blake3_of_what_the_document_says() {
         root.as_bytes(),
         BlockKey::root(fingerprint(), b"tenant").as_bytes()
     );
+    let mut bytes = [&b"\x02"[..], root.as_bytes(), &3_u32.to_le_bytes()].concat();
+    bytes.extend_from_slice(b"adapter");
+    let switched = BlockKey::root(fingerprint(), b"tenant").switch(fingerprint(), 3, b"adapter");
+    let expected = blake3::keyed_hash(fingerprint().as_bytes(), &bytes);
+    assert_eq!(switched.as_bytes(), expected.as_bytes());
     for len in [1, 4, 16, 247, 248, 249, 1000] {
         let tokens: Vec<u32> = (0..len).map(|token| token * 77_777).collect();
         let mut bytes = [&b"\x01"[..], root.as_bytes()].concat();

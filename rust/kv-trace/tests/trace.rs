@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use kv_core::{Answer, BlockManager, Call, Config, Error, Eviction, Prefill, Reserve};
+use kv_core::{Answer, BlockManager, Call, Config, Error, Eviction, Namespace, Prefill, Reserve};
 use kv_trace::{Limits, Record, Replay, Report, TraceError, replay, replay_within};
 use recording::Recording;
 
@@ -85,6 +85,9 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     drop(m.evict(1));
     m.evict_all();
     m.advance_weights_version()?;
+    let namespace = Namespace::switching(b"tenant", 1, b"adapter");
+    drop(m.sequence(vec![1, 2, 3], namespace, true)?);
+    drop(m.match_prefix(&[1, 2, 3], namespace)?);
     assert_eq!(m.usage().num_blocks(), 9);
     drop((first, equal));
     Ok(())

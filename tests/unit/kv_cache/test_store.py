@@ -82,6 +82,23 @@ def filled(store: KVStore) -> Arrays:
     return tensors
 
 
+@pytest.mark.parametrize(
+    ("switch", "shared"), [((0, b"a"), 0), ((5, b"a"), 1), ((8, b"a"), 2), ((90, b"a"), 4)]
+)
+def test_blocks_before_a_switch_are_the_namespaces(
+    store: KVStore, filled: Arrays, switch: tuple[int, bytes], shared: int
+) -> None:
+    stored = prefix(store, switch=switch)
+    assert stored.stored_blocks() == shared
+    blocks = [(i, group, i) for group in range(2) for i in range(4)]
+    assert len(stored.store(memory(filled), blocks)) == 8
+    assert store.flush(MINUTE)
+    assert store.stats()["stored"] == 8 + 2 * (4 - shared)
+    assert prefix(store, switch=switch).stored_blocks() == 4
+    assert prefix(store, switch=(switch[0], b"b")).stored_blocks() == shared
+    assert len(stored.load(memory(arrays(2)), blocks)) == 8
+
+
 def test_a_round_trip_has_the_same_bits(store: KVStore, filled: Arrays) -> None:
     stored = prefix(store)
     assert (stored.num_blocks, stored.stored_blocks(), stored.stored_blocks(1, 1)) == (4, 4, 3)
