@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pyengine.errors import BrokenLogitsError
 from pyengine.sampling.draws import DrawBatch
-from pyengine.sampling.logits_processors import process
+from pyengine.sampling.logits_processors import LogitsProcessors, process
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.operations import Logits, TokenIds, operations_of
 from pyengine.sampling.penalties import LARGEST, Penalties
@@ -139,9 +139,11 @@ class SamplingBatch:
             row: state.matcher for row, state in enumerate(states) if state.matcher is not None
         }
         """The matchers of rows with a grammar."""
-        self.processors = {
-            row: state.processors for row, state in enumerate(states) if state.processors
-        }
+        self.processors: dict[int, LogitsProcessors] = {}
+        if self.depends_on_output:
+            self.processors = {
+                row: state.processors for row, state in enumerate(states) if state.processors
+            }
         """The logits processors of rows that have any."""
         random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         self.draws = DrawBatch(states, random_rows) if random_rows else None

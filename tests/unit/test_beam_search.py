@@ -34,7 +34,7 @@ def searched(prompt: list[int], params: BeamSearchParams) -> Found:
     beams, completed = [(0.0, prompt)], []
 
     def score(total: float, length: int) -> float:
-        return total / length**params.length_penalty
+        return total / float(length**params.length_penalty)
 
     for _ in range(params.max_tokens):
         extended = []
@@ -181,7 +181,7 @@ def test_the_text_is_that_of_prompt_and_answer(monkeypatch: pytest.MonkeyPatch) 
         (output,) = llm.beam_search("abc", BeamSearchParams(2, 4, ignore_eos=True))
     for item in output.sequences:
         assert item.text == tokenizer.decode(item.tokens, skip_special_tokens=False)
-        assert item.text.startswith("abc")
+        assert item.text is not None and item.text.startswith("abc")
 
 
 def test_a_step_that_fails_fails_the_search_alone(model: FakeModel) -> None:

@@ -229,9 +229,9 @@ def test_a_step_that_fails_is_done_again_with_the_same_tokens(depth: int, at: in
     engine.submit({"processor": [1, 2]}, params(logits_processors=[alternate]))
     engine.submit({"budget": [1, BEGIN]}, params(thinking_token_budget=2))
     done = engine.run()
-    assert engine.runner.fault is None
     assert done["processor"].outputs[0].token_ids == expected([1, 2], params(), [alternate], 0)
     assert done["budget"].outputs[0].token_ids[2] == END
+    assert engine.runner.fault is None
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,8 @@ def test_a_budget_is_exact_with_drafts() -> None:
     wanted = params(thinking_token_budget=5, max_tokens=20)
     prompts = {name: [*prompt, BEGIN] for name, prompt in PROMPTS.items()}
     engine.submit(prompts, wanted)
-    steps, outputs = [], {}
+    steps: list[Any] = []
+    outputs: dict[str, Any] = {}
     while engine.engine.has_work:
         steps.append(engine.engine.step())
         outputs |= engine.take_finished()
@@ -448,12 +449,11 @@ def test_a_budget_is_exact_with_drafts() -> None:
 
 def test_a_marker_that_has_begun_is_completed() -> None:
     budget = ThinkingBudget(1, ThinkingMarkers((1,), (2, 3, 4)), [1])
-    assert budget.forced is None
-    budget.append(2)
-    assert budget.forced == 3
-    budget.append(3)
-    budget.append(4)
-    assert budget.forced is None
+    forced = []
+    for token in (2, 3, 4):
+        forced.append(budget.forced)
+        budget.append(token)
+    assert [*forced, budget.forced] == [None, 3, 4, None]
 
 
 def test_a_model_without_markers_is_refused() -> None:

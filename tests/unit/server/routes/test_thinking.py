@@ -56,3 +56,40 @@ def test_the_same_in_python(folder: tuple[Path, bool]) -> None:
     cached = len(output.prompt_token_ids) + (-2 if strips else 59)
     assert llm.stats().usage.evictable == cached // 16
     llm.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_budget_of_thinking_is_a_field_of_chats(
+    served: tuple[AsyncEngine, bool], stream: bool
+) -> None:
+    engine, begins = served
+    client = make_client(engine)
+    (begin, end) = engine.tokenizer.encode("<think></think>", add_special_tokens=False)
+    greedy = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"messages": [USER], **greedy, "thinking_token_budget": 4}
+    if not begins:
+        body["logit_bias"] = {str(begin): 100}  # the answer thinks again and again
+    if stream:
+        chunks = client.events("/v1/chat/completions", body)
+        tokens = [
+            token
+            for chunk in chunks
+            for choice in chunk["choices"]
+            for token in choice.get("token_ids") or ()
+        ]
+    else:
+        tokens = client.answer("/v1/chat/completions", body)["choices"][0]["token_ids"]
+    assert tokens.index(end) == (3 if begins else 5)  # the new line counts, the marker does not
+    free = {**body, "thinking_token_budget": -1}
+    free = client.answer("/v1/chat/completions", free)["choices"][0]["token_ids"]
+    assert tokens[: tokens.index(end)] == free[: tokens.index(end)]
+    error = client.refusal("/v1/chat/completions", {**body, "thinking_token_budget": -5})
+    assert "thinking_token_budget=-5" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["logits_processors", "stop_when", "stopping_criteria"])
+def test_code_cannot_be_sent(served: tuple[AsyncEngine, bool], name: str) -> None:
+    client = make_client(served[0])
+    error = client.refusal("/v1/chat/completions", {"messages": [USER], name: ["os.system"]})
+    assert name in error["message"]
+    assert "code cannot be sent" in error["message"]
