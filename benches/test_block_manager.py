@@ -433,6 +433,12 @@ look(
 )
 
 
+@case("BlockManager.advance_weights_version", "cached blocks", "64 cached, 8,128 free")
+def _(world: World) -> Iterator[Timed]:
+    world.computed(world.tokens(PROMPT)).free()
+    yield world.manager.advance_weights_version
+
+
 @case("BlockManager.evict_all", "evictable blocks", "64 evictable, 8,128 free")
 def _(world: World) -> Iterator[Timed]:
     world.computed(world.tokens(PROMPT)).free()

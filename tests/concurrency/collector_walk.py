@@ -74,7 +74,7 @@ class Finalizer:
 
 def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     manager = walk.manager
-    for getter in ("num_blocks", "block_size", "groups", "null_block"):
+    for getter in ("num_blocks", "block_size", "groups", "null_block", "weights_version"):
         walk(manager, getter)
     for method in (
         "usage",
@@ -106,13 +106,14 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     walk(manager, "begin_step", 64)
     walk(manager, "record", f"{folder}/no/such/folder")
     fresh = BlockManager(8, 4)
+    walk(fresh, "advance_weights_version")
     walk(fresh, "record", f"{folder}/recording")
     walk(fresh, "stop_recording")
 
 
 def walk_sequence(walk: Walk, keep: Sequence) -> None:
     getters = ("id", "is_live", "num_tokens", "num_computed_tokens", "num_cached_tokens")
-    getters += ("num_restored_tokens",)
+    getters += ("num_restored_tokens", "weights_version", "is_private")
     for name in (*getters, "block_table", "block_tables", "tokens", "explain", "pin", "__repr__"):
         walk(keep, name)
     walk(keep, "want_snapshots", [4, 8])

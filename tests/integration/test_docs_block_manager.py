@@ -90,7 +90,7 @@ def test_recorded_operations_are_those_of_the_format() -> None:
         (variant, name, re.findall(r"\w+", re.sub(r"\(.*\)", "", arguments)))
         for variant, name, arguments, _ in table(FORMATS, "variant", "call")
     ]
-    assert len(said) == 33
+    assert len(said) == 36
     assert said == real
 
 

@@ -11,10 +11,16 @@ from pydantic import ValidationError
 
 from pyengine.server.errors import ApiError
 from pyengine.server.routes import json_route
-from pyengine.server.routes.control import AbortRequest
+from pyengine.server.routes.control import AbortRequest, LoadLoRAAdapter, UnloadLoRAAdapter
 from pyengine.server.routes.json_route import MAX_FIELDS, MAX_OTHER_ITEMS, check_counts, check_items
 from pyengine.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from pyengine.server.routes.weights import UpdateWeights
+from pyengine.server.schemas.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from pyengine.server.schemas.requests import ChatCompletionRequest, ClientModel, CompletionRequest
 
 texts = st.text(st.sampled_from('"\\{}[],: a\n/é'), max_size=20)
@@ -71,6 +77,12 @@ MODELS: list[type[ClientModel]] = [
     DetokenizeRequest,
     AbortRequest,
     UpdateWeights,
+    LoadLoRAAdapter,
+    UnloadLoRAAdapter,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    ClassifyRequest,
 ]
 MANY = 50_000
 WRONG: dict[str, Any] = {

@@ -1,0 +1,77 @@
+"""Throughput with LoRA adapters: many in one batch, one, and none.
+
+    python -m benches.engine.lora [--dtype bfloat16] [--rounds 3]
+
+32 requests of the embedded model decode at once: over 8 adapters and the base, with one adapter,
+with the base alone in the same engine, and in an engine without adapters. Rounds take turns;
+the median counts.
+"""
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benches.engine.float_model import float_folder
+from pyengine import LLM, LoRARequest, SamplingParams
+from tests.support.adapters import save_adapter
+
+_REQUESTS, _ADAPTERS, _OUTPUT, _PROMPT, _RANK = 32, 8, 64, 32, 16
+
+
+def throughput(llm: LLM, prompts: list[list[int]], requests: list[LoRARequest | None]) -> float:
+    """Tokens per second of all requests together."""
+    params = SamplingParams(max_tokens=_OUTPUT, temperature=0.0, ignore_eos=True)
+    start = perf_counter()
+    llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+    return len(prompts) * _OUTPUT / (perf_counter() - start)
+
+
+def measured(dtype: str, rounds: int) -> dict[str, float]:
+    """The median throughput of each case."""
+    random = np.random.default_rng(0)
+    settings: dict[str, Any] = {"dtype": dtype, "num_blocks": 512, "enable_prefix_caching": False}
+    rates: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = float_folder()
+        loras = []
+        for number in range(_ADAPTERS):
+            path = save_adapter(folder / f"{number}", model, seed=number, rank=_RANK, scale=0.01)
+            loras.append(LoRARequest(f"adapter-{number}", path))
+        plain = stack.enter_context(LLM(model, **settings))
+        llm = stack.enter_context(LLM(model, enable_lora=True, **settings))
+        cases = {
+            "no adapters": (plain, [None]),
+            "the base beside adapters": (llm, [None]),
+            "one adapter": (llm, loras[:1]),
+            "8 adapters and the base": (llm, [*loras, None]),
+        }
+        for _ in range(rounds + 1):
+            prompts = random.integers(1000, 40000, (_REQUESTS, _PROMPT)).tolist()
+            for name, (engine, given) in cases.items():
+                own = [given[at % len(given)] for at in range(_REQUESTS)]
+                rates.setdefault(name, []).append(throughput(engine, prompts, own))
+    return {name: median(values[1:]) for name, values in rates.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rates = measured(options.dtype, options.rounds)
+    most = rates["8 adapters and the base"]
+    print(f"| {options.dtype} | tokens/s | 8 adapters and the base / this |\n|---|---|---|")
+    for name, rate in rates.items():
+        print(f"| {name} | {rate:.0f} | {most / rate:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
