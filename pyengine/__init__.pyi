@@ -23,6 +23,7 @@ from pyengine.kv_cache import (
 )
 from pyengine.llm import LLM
 from pyengine.outputs import CompletionOutput, RequestOutput
+from pyengine.request.lora import LoRARequest
 from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 
 __version__: str
@@ -34,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "Extended",
     "KvError",
+    "LoRARequest",
     "Loading",
     "NoBudget",
     "NoRoom",

@@ -211,8 +211,9 @@ class LLM(EngineClientBase):
                 f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
                 "one for each"
             )
-        is_one = isinstance(lora_request, str) or not isinstance(lora_request, Sequence)
-        given: Sequence[Any] = [lora_request] * len(prompts) if is_one else lora_request
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(prompts)
+        given = list(lora_request)
         if len(given) != len(prompts):
             raise InvalidRequestError(
                 f"{len(given)} lora_requests for {len(prompts)} prompts: give one for all, or one "

@@ -1,8 +1,8 @@
 """Throughput with LoRA adapters: many in one batch, one, and none.
 
-    python -m benches.engine.lora [--dtype bfloat16] [--rounds 3]
+    python -m benches.engine.lora [--model FOLDER] [--dtype bfloat16] [--rounds 3]
 
-32 requests of the embedded model decode at once: over 8 adapters and the base, with one adapter,
+32 requests of the embedded model, or another SmolLM2-135M, decode at once: over 8 adapters and the base, with one adapter,
 with the base alone in the same engine, and in an engine without adapters. Rounds take turns;
 the median counts.
 """
@@ -13,14 +13,29 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from pyengine import LLM, LoRARequest, SamplingParams
-from pyengine.models.source import resolve_source
+from pyengine.models.loader import dummy_weight_shapes
 from tests.support.adapters import save_adapter
+from tests.support.checkpoints import write_json
 
 _REQUESTS, _ADAPTERS, _OUTPUT, _PROMPT, _RANK = 32, 8, 64, 32, 16
+
+
+_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+}
+"""The embedded model's."""
 
 
 def throughput(llm: LLM, prompts: list[list[int]], requests: list[LoRARequest | None]) -> float:
@@ -31,20 +46,21 @@ def throughput(llm: LLM, prompts: list[list[int]], requests: list[LoRARequest | 
     return len(prompts) * _OUTPUT / (perf_counter() - start)
 
 
-def measured(dtype: str, rounds: int) -> dict[str, float]:
+def measured(model: str | None, dtype: str, rounds: int) -> dict[str, float]:
     """The median throughput of each case."""
     random = np.random.default_rng(0)
-    settings = {"dtype": dtype, "num_blocks": 512, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"dtype": dtype, "num_blocks": 512, "enable_prefix_caching": False}
     rates: dict[str, list[float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = resolve_source(None).folder
+        write_json(folder / "config.json", _CONFIG)
+        shapes = dummy_weight_shapes(folder)
         loras = []
         for number in range(_ADAPTERS):
-            path = save_adapter(folder / f"{number}", model, seed=number, rank=_RANK, scale=0.01)
+            path = save_adapter(folder / f"{number}", shapes, seed=number, rank=_RANK, scale=0.01)
             loras.append(LoRARequest(f"adapter-{number}", path))
-        plain = stack.enter_context(LLM(None, **settings))
-        llm = stack.enter_context(LLM(None, enable_lora=True, **settings))
+        plain = stack.enter_context(LLM(model, **settings))
+        llm = stack.enter_context(LLM(model, enable_lora=True, **settings))
         cases = {
             "no adapters": (plain, [None]),
             "the base beside adapters": (llm, [None]),
@@ -62,10 +78,11 @@ def measured(dtype: str, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rates = measured(options.dtype, options.rounds)
+    rates = measured(options.model, options.dtype, options.rounds)
     most = rates["8 adapters and the base"]
     print(f"| {options.dtype} | tokens/s | 8 adapters and the base / this |\n|---|---|---|")
     for name, rate in rates.items():

@@ -58,14 +58,13 @@ class Runner(Protocol):
         extra_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
-        adapters: StepAdapters | None = None,
     ) -> Forward:
         """Read everything from `plan`; the result computes its tokens.
 
         `extra_rows` are further rows of logits, in `0 .. num_tokens` (for the log-probabilities of
         a prompt). MTP layers compute the same tokens from the states in `mtp`, and keep theirs
         there. `states` are the slots of a model with recurrent layers; None: no state is read or
-        kept. `adapters` are those of a model with adapters; None: no token has one.
+        kept.
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
@@ -227,7 +226,10 @@ class ModelRunner:
         states: StateSlots | None = None,
         adapters: StepAdapters | None = None,
     ) -> Forward:
-        """See `Runner.prepare`."""
+        """See `Runner.prepare`.
+
+        `adapters` are those of a model with adapters; None: no token has one.
+        """
         copies = plan.copies()
         step_states = None if states is None else StepStates(cast("StatePlan", plan), states)
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None

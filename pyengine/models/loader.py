@@ -28,6 +28,7 @@ from pyengine.models.decoder.loading import (
 )
 from pyengine.models.decoder.model import DecoderModel, attending_layers
 from pyengine.models.decoder.ranks import divided, rank_of
+from pyengine.models.decoder.spec import Attention, DecoderSpec
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.kv_scales import Scales, read_kv_scales
 from pyengine.models.loaded import LoadedModel
@@ -288,13 +289,13 @@ def _opened(
     """The model of a source, and the reader of its text side, while its files are open."""
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
-            if kernels.adapters is not None:
-                raise ConfigurationError(
-                    f"enable_lora=True: {source.name} is a GGUF file, whose layers have other "
-                    "names and orders than adapters of PEFT; take the model's safetensors files, "
-                    "with a quantization if memory is short"
-                )
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
+            if kernels.adapters is not None and not _is_plain(opened.spec):
+                raise ConfigurationError(
+                    f"enable_lora=True: {source.name} is a GGUF file, which has layers of "
+                    f"{opened.spec.family} in another order than adapters of PEFT; take the "
+                    "model's safetensors files"
+                )
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
             yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)
@@ -305,6 +306,11 @@ def _opened(
     else:
         opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)
     yield opened, partial(_texts_of_folder, source.folder, opened.spec.vocab_size)
+
+
+def _is_plain(spec: DecoderSpec) -> bool:
+    """True if every layer has plain attention: llama.cpp converts other linear layers."""
+    return all(isinstance(layer.mixer, Attention) and layer.beside is None for layer in spec.layers)
 
 
 def _texts_of_file(file: GGUFFile, vocab_size: int) -> _Texts:

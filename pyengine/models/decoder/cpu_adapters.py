@@ -41,7 +41,7 @@ class CpuAdapterTable:
         """See `AdapterTable.add`."""
         if not self._is_used:
             return result
-        result = np.require(result, requirements="CW")
+        result = np.require(result, requirements=["C", "W"])
         tables = self._down, self._up, self._ranks, self._ends
         add_adapters(self._threads, rows, result, slots, *tables)
         return result

@@ -252,7 +252,7 @@ class Experts:
     def __call__(self, rows: Rows, step: Step) -> Rows:
         """Map the rows of the step."""
         kernels = self._kernels
-        scores = self._router(rows)
+        scores = self._router(rows, step)
         chosen, factors = kernels.route(scores, self._routing, self._correction)
         inputs = rows if self._to_latent is None else self._to_latent(rows, step)
         result = self._experts.multiply(inputs, chosen, factors)

@@ -101,6 +101,8 @@ class OpenedModel:
     spec: DecoderSpec
     weights: Weights
     formats: str = ""
+    pair_size: int | None = None
+    """See `AdapterTables.pair_size`."""
 
     def decoder(
         self, kernels: Kernels, rank: Rank = WHOLE, adapters: AdapterLimits | None = None
@@ -114,7 +116,8 @@ class OpenedModel:
         """
         weights = self.weights.with_kernels(kernels, rank)
         if adapters is not None:
-            weights = weights.with_adapters(AdapterTables(adapters))
+            tables = AdapterTables(adapters, names_of(self.spec), self.pair_size)
+            weights = weights.with_adapters(tables)
         return Decoder(divided(self.spec, rank.size), weights)
 
     def mtp_layers(self, decoder: Decoder) -> MTPLayers:
