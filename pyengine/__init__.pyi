@@ -28,6 +28,7 @@ from pyengine.outputs import (
     CompletionOutput,
     RequestOutput,
 )
+from pyengine.request.lora import LoRARequest
 from pyengine.sampling_params import (
     BeamSearchParams,
     RequestOutputKind,
@@ -47,6 +48,7 @@ __all__ = [
     "CompletionOutput",
     "Extended",
     "KvError",
+    "LoRARequest",
     "Loading",
     "NoBudget",
     "NoRoom",

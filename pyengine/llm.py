@@ -345,9 +345,9 @@ class LLM(EngineClientBase):
     ) -> list[Request]:
         """A request for each prompt, all of them checked."""
         params = match_params(sampling_params, len(prompts), self._default_params)
-        given: Sequence[Any] = [lora_request] * len(prompts)
-        if isinstance(lora_request, Sequence):
-            given = lora_request
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(prompts)
+        given = list(lora_request)
         if len(given) != len(prompts):
             raise InvalidRequestError(
                 f"{len(given)} lora_requests for {len(prompts)} prompts: give one for all, or one "

@@ -134,16 +134,15 @@ class Executor:
         """
         batch, prompts = step.batch, step.batch.prompts
         extra = np.concatenate([part.rows for part in prompts]) if prompts else None
-        adapters: dict[str, Any] = {}
+        prepare = self.runner.prepare
         if step.adapters is not None:
-            adapters["adapters"] = step.adapters
-        forward = self.runner.prepare(
+            prepare = partial(cast("ModelRunner", self.runner).prepare, adapters=step.adapters)
+        forward = prepare(
             step.plan,
             extra_rows=extra,
             hidden_rows=batch.hidden_rows,
             mtp=step.mtp,
             states=step.states,
-            **adapters,
         )
         masks: TokenMasks | None = None
         if batch.sampling.matchers:

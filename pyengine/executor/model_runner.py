@@ -61,7 +61,6 @@ class Runner(Protocol):
         hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
-        adapters: StepAdapters | None = None,
     ) -> Forward:
         """Read everything from `plan`; the result computes its tokens.
 
@@ -69,8 +68,7 @@ class Runner(Protocol):
         a prompt); `hidden_rows` are tokens, in the same range, whose hidden states are wanted: such
         a step runs without graphs and uncompiled. MTP layers compute the same tokens from the
         states in `mtp`, and keep theirs there. `states` are the slots of a model with recurrent
-        layers; None: no state is read or kept. `adapters` are those of a model with adapters; None:
-        no token has one.
+        layers; None: no state is read or kept.
 
         Two steps may be prepared at a time. They are run in order, each once or never.
         """
@@ -242,7 +240,10 @@ class ModelRunner:
         states: StateSlots | None = None,
         adapters: StepAdapters | None = None,
     ) -> Forward:
-        """See `Runner.prepare`."""
+        """See `Runner.prepare`.
+
+        `adapters` are those of a model with adapters; None: no token has one.
+        """
         copies = plan.copies()
         step_states = None if states is None else StepStates(cast("StatePlan", plan), states)
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.config import default_sampling, gguf_sampling, read_config, refuse_pipes
-from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.dummy import dummy_shapes, open_dummy
 from pyengine.models.decoder.gguf import open_gguf
 from pyengine.models.decoder.kernel_sets import KernelSettings, check_rounded, kernel_set
@@ -30,6 +29,7 @@ from pyengine.models.decoder.loading import (
 )
 from pyengine.models.decoder.model import DecoderModel, attending_layers
 from pyengine.models.decoder.ranks import divided, rank_of
+from pyengine.models.decoder.spec import Attention, DecoderSpec
 from pyengine.models.decoder.update import WeightSource
 from pyengine.models.gguf_file import GGUFFile, file_digest
 from pyengine.models.kv_scales import Scales, read_kv_scales
@@ -243,7 +243,7 @@ def _load(
             check_dummy_memory(own, kernels.min_bits(choice.dtype, spec.saved_dtype), device)
         rank = rank_of(shards)
         with rank.failing_together():
-            tables = None if kernels.adapters is None else AdapterTables(kernels.adapters)
+            tables = None if kernels.adapters is None else opened.adapter_tables(kernels.adapters)
             decoder = opened.decoder(ops, rank, tables)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(ops, kernels, source.name)
@@ -316,13 +316,13 @@ def _opened(
     """The model of a source, and the reader of its text side, while its files are open."""
     if source.is_gguf:
         with GGUFFile.open(source.path) as file:
-            if kernels.adapters is not None:
-                raise ConfigurationError(
-                    f"enable_lora=True: {source.name} is a GGUF file, whose layers have other "
-                    "names and orders than adapters of PEFT; take the model's safetensors files, "
-                    "with a quantization if memory is short"
-                )
             opened = open_gguf(file, keeps_formats=kernels.keeps_formats)
+            if kernels.adapters is not None and not _is_plain(opened.spec):
+                raise ConfigurationError(
+                    f"enable_lora=True: {source.name} is a GGUF file, which has layers of "
+                    f"{opened.spec.family} in another order than adapters of PEFT; take the "
+                    "model's safetensors files"
+                )
             if kernels.with_mtp_layers:
                 raise no_mtp_layers(source.name, len(opened.spec.layers))
             yield opened, partial(_texts_of_file, file, opened.spec.vocab_size)
@@ -333,6 +333,11 @@ def _opened(
     else:
         opened = open_model(source.folder, with_mtp_layers=kernels.with_mtp_layers)
     yield opened, partial(_texts_of_folder, source.folder, opened.spec.vocab_size)
+
+
+def _is_plain(spec: DecoderSpec) -> bool:
+    """True if every layer has plain attention: llama.cpp converts other linear layers."""
+    return all(isinstance(layer.mixer, Attention) and layer.beside is None for layer in spec.layers)
 
 
 def _texts_of_file(file: GGUFFile, vocab_size: int) -> _Texts:

@@ -10,6 +10,7 @@ from pyengine import LLM, LoRARequest, SamplingParams
 from pyengine.errors import AdapterError, ConfigurationError
 from tests.support.adapters import ALL_LINEAR, change_config, merged, save_adapter
 from tests.support.checkpoints import FAMILIES, read_weights, save_random, save_weights
+from tests.unit.models.gguf_of_model import write
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_blocks": 256, "block_size": 4}
@@ -217,6 +218,29 @@ def test_random_drafts_change_no_token(tmp_path: Path, model: Path) -> None:
         expected = tokens_of(llm, PROMPTS, requests)
     with lora_llm(model, speculation="ngram") as llm:
         assert tokens_of(llm, PROMPTS, requests) == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "phi3"])
+def test_gguf_files_have_the_tokens_of_their_models(tmp_path: Path, architecture: str) -> None:
+    pytest.importorskip("transformers")
+    module: Any = write(tmp_path / "model.gguf", architecture)
+    module.save_pretrained(tmp_path / "model")
+    targets = (*ALL_LINEAR, "qkv_proj", "gate_up_proj")
+    folder = save_adapter(tmp_path / "adapter", tmp_path / "model", targets=targets)
+    adapter = LoRARequest("a", folder)
+    prompts = [[2, 3, 4, 5], [6, 7, 2], [3, 3, 4, 4, 5, 5]]
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=8)
+    found = []
+    for name in ("model", "model.gguf"):
+        with lora_llm(tmp_path / name) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
+            tops = [step for output in outputs for step in output.outputs[0].logprobs or ()]
+            found.append([[top[token].logprob for token in sorted(top)] for top in tops])
+            base = llm.generate(prompts, params, use_tqdm=False)
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+    assert [output.outputs[0].cumulative_logprob for output in outputs] != [
+        output.outputs[0].cumulative_logprob for output in base
+    ]
 
 
 def _break(tmp_path: Path, model: Path, fault: str) -> Path:

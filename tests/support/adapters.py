@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 def save_adapter(
     folder: Path,
-    model: Path,
+    model: Path | Mapping[str, tuple[int, ...]],
     *,
     seed: int = 0,
     rank: int = 4,
@@ -24,17 +25,22 @@ def save_adapter(
     dtype: str = "float32",
     **config: Any,
 ) -> Path:
-    """Save an adapter of a model's linear layers with these last parts of their names."""
+    """Save an adapter of a model's linear layers with these last parts of their names.
+
+    The model is a folder, or the names and shapes of its weights.
+    """
+    if isinstance(model, Path):
+        model = {name: weight.shape for name, weight in read_weights(model).items()}
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     tensors = {}
-    for name, weight in sorted(read_weights(model).items()):
+    for name, shape in sorted(model.items()):
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] not in targets or weight.ndim != 2:
+        if module.rpartition(".")[2] not in targets or len(shape) != 2:
             continue
-        outputs, inputs = weight.shape
-        for letter, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            numbers = random.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        outputs, inputs = shape
+        for letter, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            numbers = random.standard_normal(size, dtype=np.float32) * np.float32(scale)
             tensors[f"base_model.model.{module}.lora_{letter}.weight"] = numbers
     save_weights(folder / "adapter_model.safetensors", tensors, dtype)
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}

@@ -58,7 +58,6 @@ from pyengine.executor.tensor_parallel.ranks import (
     rank_environment,
 )
 from pyengine.kv_cache.memory import available_memory
-from pyengine.models.adapters import StepAdapters
 from pyengine.models.loaded import LoadedModel
 from pyengine.models.loader import check_divisible, load_model
 from pyengine.models.placement import resolve_first_device
@@ -425,7 +424,6 @@ class DistributedRunner:
         hidden_rows: npt.NDArray[np.int64] | None = None,
         mtp: MTPStep | None = None,
         states: StateSlots | None = None,
-        adapters: StepAdapters | None = None,
     ) -> Forward:
         """See `Runner.prepare`. One step at a time: the workers do not learn the sampled tokens.
 

@@ -7,16 +7,20 @@ parts then, and each part has its own adapter.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.models.adapters import Adapter, AdapterLimits, Floats, Matrices, StepAdapters
-from pyengine.models.decoder.names import Stored
+from pyengine.models.decoder.names import Names, Stored
 
 if TYPE_CHECKING:
     from pyengine.models.decoder.kernels import Kernels
+
+
+Parts: TypeAlias = tuple[tuple[int, npt.NDArray[np.intp]], ...]
+"""Numbers of parts, and the outputs of a module that each has."""
 
 
 class AdapterTable(Protocol):
@@ -42,7 +46,7 @@ class AdapterModule:
     table: AdapterTable
     inputs: int
     outputs: int
-    parts: tuple[tuple[int, npt.NDArray[np.intp]], ...]
+    parts: Parts
 
     def matrices(self, whole: Matrices) -> Iterator[tuple[int, Matrices]]:
         """The matrices of each part."""
@@ -54,36 +58,42 @@ class AdapterModule:
 class AdapterTables:
     """The tables of all linear layers of a decoder, and the adapter in each slot."""
 
-    def __init__(self, limits: AdapterLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: AdapterLimits, names: Names, pair_size: int | None = None) -> None:
+        """`names` are those of transformers.
+
+        With a `pair_size`, the size of a head, the model has queries and keys in the order in which
+        pairs rotate, as llama.cpp converts them.
+        """
+        self.limits, self._names, self._pair_size = limits, names, pair_size
         self.modules: dict[str, AdapterModule] = {}
         """By the names of transformers."""
-        self._tables: dict[str, AdapterTable] = {}
-        """By the name of the first tensor of their layers."""
+        self._tables: dict[tuple[str, int | None], AdapterTable] = {}
+        """By the names and layers of linear layers."""
         self._contents: list[Adapter | None] = [None] * limits.max_loras
 
     def table(
         self,
         kernels: "Kernels",
-        prefix: str,
-        options: Sequence[Stored],
+        place: tuple[str, int | None],
         sizes: Sequence[int],
         inputs: int,
         groups: int = 1,
     ) -> AdapterTable:
-        """A table for a linear layer with outputs of these sizes.
+        """A table for a linear layer with outputs of these sizes; `place` is its name and layer.
 
-        Its modules are the tensors that a file may have for it: all of `options`. A layer that is
+        Its modules are the tensors that a file of transformers may have for it. A layer that is
         laid out anew gets the table that it has.
         """
-        place = prefix + options[0].parts[0]
         if place in self._tables:
             return self._tables[place]
+        prefix, options = self._names.of(*place)
         ends = list(accumulate(sizes))
         table = kernels.adapter_table(ends, inputs, self.limits)
         for stored in options:
             for name, outputs, parts in _modules_of(stored, sizes, groups):
-                module = AdapterModule(table, inputs, outputs, parts)
+                is_turned = place[0] == "qkv" and self._pair_size is not None
+                own = _in_pairs(parts, self._pair_size or 1) if is_turned else parts
+                module = AdapterModule(table, inputs, outputs, own)
                 self.modules.setdefault(prefix + name, module)
         self._tables[place] = table
         return table
@@ -109,7 +119,7 @@ class AdapterTables:
 
 def _modules_of(
     stored: Stored, sizes: Sequence[int], groups: int
-) -> Iterator[tuple[str, int, tuple[tuple[int, npt.NDArray[np.intp]], ...]]]:
+) -> Iterator[tuple[str, int, Parts]]:
     """The tensors of a linear layer: their names, outputs, and the outputs of each kind."""
     if stored.weight != ".weight" or "{}" in "".join(stored.parts):
         return
@@ -134,6 +144,15 @@ def _modules_of(
         parts = tuple((first + kind, rows) for kind, rows in enumerate(np.split(order, ends)))
         yield name, outputs, parts
         first += count
+
+
+def _in_pairs(parts: Parts, size: int) -> Parts:
+    """The same with queries and keys in the order in which pairs rotate."""
+    order = np.arange(size).reshape(2, -1).T.reshape(-1)
+    return tuple(
+        (part, rows.reshape(-1, size)[:, order].reshape(-1) if part < 2 else rows)
+        for part, rows in parts
+    )
 
 
 def block_matrices(

@@ -165,7 +165,12 @@ def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
         names = replace(names, no_effect={**names.no_effect, pattern: "layers for speculation"})
     weights = checked_weights(spec, names, Tensors(stored_tensors, str(path), "its header"))
     sizes = _sizes_of_formats(path, header)
-    return OpenedModel(spec, weights, _kept_formats(sizes) if keeps_formats else "")
+    formats = _kept_formats(sizes) if keeps_formats else ""
+    first = spec.layers[0].attention
+    pair_size = None
+    if spec.family in _PAIRS and isinstance(first, Attention):
+        pair_size = first.head_dim
+    return OpenedModel(spec, weights, formats, pair_size=pair_size)
 
 
 def _sizes_of_formats(path: Path, header: GGUFHeader) -> Counter[str]:

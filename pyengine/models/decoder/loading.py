@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.models.adapters import AdapterLimits
 from pyengine.models.config import check_sizes
 from pyengine.models.decoder.adapters import AdapterTables
 from pyengine.models.decoder.checkpoint import Checkpoint, Tensors
@@ -110,6 +111,8 @@ class OpenedModel:
     classifier: Classifier | None = None
     has_head: bool = True
     """False: the files have no head, and the decoder takes the embedding in its place."""
+    pair_size: int | None = None
+    """See `AdapterTables.pair_size`."""
 
     def decoder(
         self,
@@ -128,6 +131,10 @@ class OpenedModel:
         if adapters is not None:
             weights = weights.with_adapters(adapters)
         return Decoder(divided(self.spec, rank.size), weights, unchanged)
+
+    def adapter_tables(self, limits: AdapterLimits) -> AdapterTables:
+        """Tables for adapters of the decoder's linear layers."""
+        return AdapterTables(limits, names_of(self.spec), self.pair_size)
 
     def mtp_layers(self, decoder: Decoder) -> MTPLayers:
         """The layers for multi-token prediction, for a model that was opened with them.
