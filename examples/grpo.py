@@ -25,6 +25,8 @@ from pyengine import LLM, SamplingParams
 from pyengine.models.source import embedded_gguf
 
 QUESTIONS, ANSWERS, MAX_TOKENS, RATE = 8, 32, 24, 2e-5
+ROLLOUTS: dict[str, Any] = {"dtype": "bfloat16", "quantization": "int8", "max_model_len": 256}
+"""Settings of the engine, which draws in 8 bits: the trainer corrects for the difference."""
 TRAINED = 4
 """Of each group, the answers with the highest and the lowest rewards (arXiv:2504.13818)."""
 
@@ -123,7 +125,7 @@ def main(folder: str, steps: int) -> list[float]:
     model = save_embedded(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     random, rewards = Random(0), []
-    with LLM(folder, dtype="bfloat16", max_model_len=256) as llm:
+    with LLM(folder, **ROLLOUTS) as llm:
         for step in range(steps):
             begin = monotonic()
             groups = rollouts(llm, questions(random), seed=step)

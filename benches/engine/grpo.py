@@ -114,7 +114,7 @@ def main() -> None:
     folder, random = float_folder(), Random(0)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     print(machine())
-    with LLM(folder, dtype="bfloat16", max_model_len=256) as llm:
+    with LLM(folder, **grpo.ROLLOUTS) as llm:
         ours = Trainer(folder)
         begin = perf_counter()
         for step in range(arguments.steps):

@@ -104,4 +104,4 @@ def test_grpo(tmp_path: Path) -> None:
     assert len(steps) == 2
     for reward, difference in steps:
         assert 0 <= float(reward) < 0.5
-        assert float(difference) < 0.1  # of the engine's bfloat16 from the trainer's float32
+        assert float(difference) < 0.2  # of the engine's 8 bits from the trainer's float32
