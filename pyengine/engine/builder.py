@@ -99,7 +99,7 @@ class BuiltEngine:
     pins: PinTable
     offloader: KVOffloader | None
     verifier: HitVerifier | None
-    adapters: AdapterRegistry | None
+    adapters: AdapterRegistry | None = None
     inbox: Inbox
     worker_group: "WorkerGroup | None"
     threads: ComputeThreads
