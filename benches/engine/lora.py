@@ -10,6 +10,7 @@ count: the latter with one thread (`--threads 1`), where other programs use the 
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -69,7 +70,7 @@ def measured(
             loras.append(LoRARequest(f"adapter-{number}", path))
         plain = stack.enter_context(LLM(model, **settings))
         llm = stack.enter_context(LLM(model, enable_lora=True, **settings))
-        cases = {
+        cases: dict[str, tuple[LLM, Sequence[LoRARequest | None]]] = {
             "no adapters": (plain, [None]),
             "the base beside adapters": (llm, [None]),
             "one adapter": (llm, loras[:1]),

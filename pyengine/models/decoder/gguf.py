@@ -167,8 +167,10 @@ def open_gguf(file: GGUFFile, *, keeps_formats: bool = True) -> OpenedModel:
     sizes = _sizes_of_formats(path, header)
     formats = _kept_formats(sizes) if keeps_formats else ""
     first = spec.layers[0].attention
-    is_permuted = spec.family in _PAIRS and isinstance(first, Attention)
-    return OpenedModel(spec, weights, formats, first.head_dim if is_permuted else None)
+    pair_size = None
+    if spec.family in _PAIRS and isinstance(first, Attention):
+        pair_size = first.head_dim
+    return OpenedModel(spec, weights, formats, pair_size)
 
 
 def _sizes_of_formats(path: Path, header: GGUFHeader) -> Counter[str]:
