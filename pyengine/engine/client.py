@@ -11,7 +11,7 @@ from typing import Any, Never, Self
 from weakref import finalize
 
 from pyengine.config import EngineSettings
-from pyengine.engine.adapters import AdapterRegistry, LoadedLoRA
+from pyengine.engine.adapters import AdapterRegistry, LoadedLoRA, with_adapter
 from pyengine.engine.builder import build_engine
 from pyengine.engine.changes import Change, Outcome, checked_mode
 from pyengine.engine.explain import explain_prompt
@@ -217,13 +217,18 @@ class EngineClientBase:
         self._engine_loop.refuse_fork()
         return self._engine.stats()
 
-    def explain(self, prompt: PromptLike) -> CacheExplanation:
+    def explain(
+        self, prompt: PromptLike, *, lora_request: LoRARequest | None = None
+    ) -> CacheExplanation:
         """The tokens of a prompt that a request would reuse now, and why it would compute others.
 
         It changes no cached block. Any thread may call it. Raises `InvalidRequestError`.
         """
         self._engine_loop.refuse_fork()
         parsed = parse_prompt(prompt, self.tokenizer)
+        adapter = self._adapter(lora_request)
+        if adapter is not None:
+            parsed = with_adapter(parsed, adapter)
         return explain_prompt(self._manager, parsed, self.tokenizer, self._offloader)
 
     @property
