@@ -42,7 +42,7 @@ impl State {
                 table.take_indices(end..registered, |block| pool.release(block));
             });
         }
-        seq.unregister(full);
+        seq.unregister(full, end);
         self.slide(seq_idx);
     }
 }
