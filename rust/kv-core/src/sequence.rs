@@ -381,7 +381,8 @@ impl Sequence {
     /// whose tokens are all computed, of `end` that have computed ones. The block after the full ones may be written
     /// once it has been copied.
     pub(crate) fn unregister(&mut self, full: usize, end: usize) {
-        let is_shared = end > full && self.registered.end().max(self.shared_indices as usize) > full;
+        let is_shared =
+            end > full && self.registered.end().max(self.shared_indices as usize) > full;
         self.0.shared_indices = if is_shared { full as u32 + 1 } else { 0 };
         self.0.registered = Registered::at_root(self.root);
         self.0.is_private = self.computed > 0;

@@ -16,10 +16,16 @@ def adapter(number: int, **options: Any) -> Adapter:
     return Adapter({"layer": (matrix, matrix)}, **options)
 
 
+class Sequence(SimpleNamespace):
+    """A sequence that steps may have drafts of."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def sequence(number: int | None, start: int = 0) -> Any:
     """A sequence with an adapter of this number, or of the base."""
     applied = None if number is None else AppliedAdapter(adapter(number), start)
-    return SimpleNamespace(request=SimpleNamespace(adapter=applied))
+    return Sequence(request=SimpleNamespace(adapter=applied))
 
 
 def step_of(decodes: list[Any], chunks: list[tuple[Any, int, int]], drafts: Any = None) -> Any:
@@ -60,13 +66,8 @@ def test_the_least_recently_used_slot_is_taken() -> None:
 
 def test_tokens_of_drafts_and_chunks_have_slots() -> None:
     slots, drafting = AdapterSlots(4), sequence(1)
-
-    class Drafts(dict[Any, Any]):
-        def get(self, key: Any, default: Any = None) -> Any:
-            return (7, 8) if key is drafting else default
-
     chunks = [(sequence(2, start=5), 3, 4), (sequence(2, start=9), 0, 3), (sequence(None), 0, 2)]
-    step = step_of([drafting, sequence(None)], chunks, Drafts())
+    step = step_of([drafting, sequence(None)], chunks, {drafting: (7, 8)})
     assert slots.of(step).slots.tolist() == [0, 0, 0, -1, -1, -1, 1, 1, -1, -1, -1, -1, -1]
     assert slots.of(step).slots.dtype == np.int32
 
@@ -88,13 +89,19 @@ def test_an_activated_adapter_begins_at_its_last_invocation(
         assert applied.adapter is not None and applied.adapter.start == start
 
 
-def test_namespaces_are_of_content_and_salt() -> None:
+def test_blocks_are_found_by_the_content_of_an_adapter_and_the_salt() -> None:
     salts = [None, "a", "b"]
-    prompts = [Prompt(token_ids=[1], namespace=salt_namespace(salt)) for salt in salts]
+    prompts = [Prompt(token_ids=[9, 1], namespace=salt_namespace(salt)) for salt in salts]
     adapters = [adapter(1), adapter(2), adapter(1, invocation_tokens=(1,))]
-    spaces = [with_adapter(prompt, each).namespace for prompt in prompts for each in adapters]
-    assert len({*spaces, *(prompt.namespace for prompt in prompts)}) == 12
-    for space in spaces:
+    applied = [with_adapter(prompt, each) for prompt in prompts for each in adapters]
+    spaces = {(prompt.namespace, prompt.switch) for prompt in (*prompts, *applied)}
+    assert len(spaces) == 12
+    again = with_adapter(prompts[1], adapter(1))
+    assert (again.namespace, again.switch) == (applied[3].namespace, None)
+    for prompt in applied:
+        name = prompt.namespace if prompt.switch is None else prompt.switch[1]
         with pytest.raises(UnicodeDecodeError):  # no salt is equal
-            space.decode()
-    assert with_adapter(prompts[1], adapter(1)).namespace == spaces[3]
+            name.decode()
+    for prompt, activated in zip(prompts, applied[2::3], strict=True):
+        assert activated.namespace == prompt.namespace
+        assert activated.switch is not None and activated.switch[0] == 1

@@ -1,7 +1,8 @@
 //! A new version of the weights: nothing that was computed before serves what comes after.
 
 use kv_core::{
-    Config, Error, Event, EvictedBy, MissReason, PastEviction, Prefill, Reserve, StateConfig,
+    Config, Error, Event, EvictedBy, Extend, MissReason, PastEviction, Prefill, Reserve,
+    StateConfig,
 };
 
 use super::tools::{
@@ -283,4 +284,37 @@ fn states_follow_the_same_rule() {
     let again = computed(&mut m, prompt(9));
     assert_eq!(m.state_usage().snapshots, 1);
     drop(again);
+}
+
+#[test]
+fn blocks_registered_ahead_of_a_state_are_released() {
+    let state = StateConfig {
+        blocks: 1,
+        cadence: 0,
+        min_tokens: 100,
+    };
+    let mut m = with(Config {
+        state: Some(state),
+        ..settings(16)
+    });
+    drop(computed(&mut m, prompt(13)));
+    // Its blocks are those of the cache, its state is computed again: up to the end of the first block.
+    let seq = sequence(&mut m, prompt(13));
+    let plan = begin(&mut m, 4);
+    let answer = m.prefill(plan.key(), seq.key(), 4, None);
+    assert!(matches!(answer, Ok(Prefill::Planned { tokens: 4, .. })));
+    commit(&mut m, plan.key());
+    let view = m.view(seq.key()).expect("live");
+    assert_eq!(
+        (view.num_computed_tokens, view.num_registered_blocks),
+        (4, 3)
+    );
+    assert_eq!(m.advance_weights_version(), Ok(1));
+    assert_eq!(table(&m, &seq, 0).len(), 1);
+    // The blocks after it are new, and nothing is copied.
+    let Ok(Extend::Extended { blocks, copies }) = m.extend(seq.key(), 5) else {
+        panic!("the pool has room");
+    };
+    assert_eq!((blocks.len(), copies.len()), (2, 0));
+    assert_eq!(m.check(), Ok(()));
 }
