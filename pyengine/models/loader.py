@@ -243,7 +243,8 @@ def _load(
             check_dummy_memory(own, kernels.min_bits(choice.dtype, spec.saved_dtype), device)
         rank = rank_of(shards)
         with rank.failing_together():
-            tables = None if kernels.adapters is None else opened.adapter_tables(kernels.adapters)
+            limits = kernels.adapters
+            tables = None if limits is None else opened.adapter_tables(ops, limits)
             decoder = opened.decoder(ops, rank, tables)
             mtp = opened.mtp_layers(decoder) if kernels.with_mtp_layers else None
         check_rounded(ops, kernels, source.name)

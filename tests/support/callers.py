@@ -41,6 +41,7 @@ class FakeModel:
             offloader=None,
             verifier=None,
             weights=None,  # type: ignore[arg-type]
+            adapters=None,
             inbox=SimpleQueue(),
             worker_group=None,
             threads=compute_threads(None),

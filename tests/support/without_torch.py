@@ -26,7 +26,8 @@ TORCH_MODULES = frozenset(
         *("kernels/sequences", "kernels/short_conv", "kernels/state_space"),
         *("models/decoder/compiled_kernels", "models/decoder/cuda_kernels"),
         *("models/decoder/cuda_states", "models/decoder/float8", "models/decoder/grouped"),
-        *("models/decoder/torch_kernels", "models/decoder/torch_states", "models/fallback"),
+        *("models/decoder/torch_adapters", "models/decoder/torch_kernels"),
+        *("models/decoder/torch_states", "models/fallback"),
         "models/tensor_model",
         "sampling/tensor_operations",
     )

@@ -4,20 +4,16 @@ A `Linear` may be several modules of transformers (queries, keys and values): it
 parts then, and each part has its own adapter.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.models.adapters import Adapter, AdapterLimits, Floats, Matrices, StepAdapters
 from pyengine.models.decoder.names import Names, Stored
-
-if TYPE_CHECKING:
-    from pyengine.models.decoder.kernels import Kernels
-
 
 Parts: TypeAlias = tuple[tuple[int, npt.NDArray[np.intp]], ...]
 """Numbers of parts, and the outputs of a module that each has."""
@@ -58,13 +54,20 @@ class AdapterModule:
 class AdapterTables:
     """The tables of all linear layers of a decoder, and the adapter in each slot."""
 
-    def __init__(self, limits: AdapterLimits, names: Names, pair_size: int | None = None) -> None:
-        """`names` are those of transformers.
+    def __init__(
+        self,
+        new_table: Callable[[Sequence[int], int, AdapterLimits], AdapterTable],
+        limits: AdapterLimits,
+        names: Names,
+        pair_size: int | None = None,
+    ) -> None:
+        """`new_table` is `Kernels.adapter_table`; `names` are those of transformers.
 
         With a `pair_size`, the size of a head, the model has queries and keys in the order in which
         pairs rotate, as llama.cpp converts them.
         """
-        self.limits, self._names, self._pair_size = limits, names, pair_size
+        self._new_table, self.limits = new_table, limits
+        self._names, self._pair_size = names, pair_size
         self.modules: dict[str, AdapterModule] = {}
         """By the names of transformers."""
         self._tables: dict[tuple[str, int | None], AdapterTable] = {}
@@ -73,7 +76,6 @@ class AdapterTables:
 
     def table(
         self,
-        kernels: "Kernels",
         place: tuple[str, int | None],
         sizes: Sequence[int],
         inputs: int,
@@ -88,7 +90,7 @@ class AdapterTables:
             return self._tables[place]
         prefix, options = self._names.of(*place)
         ends = list(accumulate(sizes))
-        table = kernels.adapter_table(ends, inputs, self.limits)
+        table = self._new_table(ends, inputs, self.limits)
         for stored in options:
             for name, outputs, parts in _modules_of(stored, sizes, groups):
                 is_turned = place[0] == "qkv" and self._pair_size is not None

@@ -132,9 +132,9 @@ class OpenedModel:
             weights = weights.with_adapters(adapters)
         return Decoder(divided(self.spec, rank.size), weights, unchanged)
 
-    def adapter_tables(self, limits: AdapterLimits) -> AdapterTables:
-        """Tables for adapters of the decoder's linear layers."""
-        return AdapterTables(limits, names_of(self.spec), self.pair_size)
+    def adapter_tables(self, kernels: Kernels, limits: AdapterLimits) -> AdapterTables:
+        """Tables for adapters of the linear layers that `kernels` lay out."""
+        return AdapterTables(kernels.adapter_table, limits, names_of(self.spec), self.pair_size)
 
     def mtp_layers(self, decoder: Decoder) -> MTPLayers:
         """The layers for multi-token prediction, for a model that was opened with them.

@@ -140,7 +140,7 @@ class Weights:
         """The table for the adapters of a linear layer, if the model has such."""
         if self.adapters is None:
             return None
-        return self.adapters.table(self.kernels, (name, self.layer), sizes, inputs, groups)
+        return self.adapters.table((name, self.layer), sizes, inputs, groups)
 
     def router(self, outputs: int, inputs: int, *, has_bias: bool) -> Linear:
         """The router of experts, with float32 results: rounding decides no close scores."""
