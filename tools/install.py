@@ -33,7 +33,7 @@ WANTED = {
     "engine": _ENGINE,
     "torch": (*_ENGINE, *_TORCH),
     "serve": _SERVE,
-    "dev": (*_DEV, *_TORCH),
+    "dev": (*_DEV, *_TORCH, "--extra", "references"),
     "dev-light": _DEV,
     "docs": ("--extra", "docs"),
 }
