@@ -6,7 +6,8 @@
 medians, the worst in brackets:
 
 - `copy`: the time in which NumPy copies the same tensors.
-- `pause`: the longest time between the ends of two steps during the update, less their median.
+- `pause`: the longest time between the ends of two steps during the update, less a median step
+  before it.
 - `step`, `slower`: the median step before, and while weights are laid out.
 - `update`: the time of the call.
 - the resident memory before `sleep`, at both levels, and after `wake_up`.
@@ -17,7 +18,7 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -88,18 +89,18 @@ def measure(dtype: str, rounds: int) -> dict[str, list[float]]:
         for _ in range(rounds):
             start = len(ends.times)
             while len(ends.times) < start + 12:
-                pass
+                sleep(0.001)
             step = median(gaps(ends.times, ends.times[start], ends.times[start + 11]))
             begin = perf_counter()
             llm.update_weights(weights)
             end = perf_counter()
             while ends.times[-1] <= end:
-                pass
+                sleep(0.001)
             during = gaps(ends.times, begin, end)
             figures["step"].append(step)
             figures["slower"].append(median(during))
             figures["update"].append(end - begin)
-            figures["pause"].append(max(during) - median(during))
+            figures["pause"].append(max(during) - step)
             begin = perf_counter()
             for numbers in weights.values():
                 np.array(numbers)
@@ -108,17 +109,23 @@ def measure(dtype: str, rounds: int) -> dict[str, list[float]]:
         llm.wake_up()
         thread.join()
         assert all(len(output.outputs[0].token_ids) for output in outputs)
-        if dtype == "float32":
-            memory = [resident()]
-            for level in (1, 2):
-                llm.sleep(level)
-                memory.append(resident())
-                llm.wake_up(weights=folder if level == 2 else None)
-            memory.append(resident())
-            names = ("awake", "sleep(1)", "sleep(2)", "awake again")
-            pairs = zip(names, memory, strict=True)
-            print("resident:", ", ".join(f"{name} {size:.0f} MB" for name, size in pairs))
     return figures
+
+
+def sleeping() -> list[tuple[str, float]]:
+    """The resident memory of an engine at work, asleep, and at work again, in MB."""
+    folder = float_folder()
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)
+    prompts = [[5 + number, 6, 7] for number in range(REQUESTS)]
+    with LLM(folder, dtype="float32", num_blocks=9000, max_model_len=4096) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        memory = [("awake", resident())]
+        for level in (1, 2):
+            llm.sleep(level)
+            memory.append((f"sleep({level})", resident()))
+            llm.wake_up(weights=folder if level == 2 else None)
+        llm.generate(prompts, params, use_tqdm=False)
+        return [*memory, ("awake again", resident())]
 
 
 def main() -> None:
@@ -127,6 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     print(machine())
+    print("resident:", ", ".join(f"{name} {size:.0f} MB" for name, size in sleeping()))
     for dtype in ("float32", "bfloat16"):
         figures = measure(dtype, rounds)
         print(f"| {dtype} | " + " | ".join(f"{name} {shown(figures[name])}" for name in figures))
