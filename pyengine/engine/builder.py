@@ -358,12 +358,10 @@ def _scheduler(
     setup: Setup, offloader: KVOffloader | None, slots: AdapterSlots | None
 ) -> Scheduler:
     settings, manager = setup.settings, setup.manager
-    holders = [part for part in (slots and slots.is_held, offloader and offloader.look_up) if part]
-    is_held: Callable[[SequenceState], bool] | None = holders[0] if holders else None
-    if len(holders) > 1:
+    checks = [part for part in (slots and slots.is_held, offloader and offloader.look_up) if part]
 
-        def is_held(sequence: SequenceState) -> bool:
-            return any(holds(sequence) for holds in holders)
+    def is_held(sequence: SequenceState) -> bool:
+        return any(check(sequence) for check in checks)
 
     return Scheduler(
         manager,
@@ -378,7 +376,7 @@ def _scheduler(
         ),
         replay=setup.loaded.num_mtp_layers,
         prefix_caching=settings.enable_prefix_caching,
-        is_held=is_held,
+        is_held=is_held if checks else None,
         states=RunningStates(settings.max_num_seqs) if setup.loaded.states else None,
     )
 

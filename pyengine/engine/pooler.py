@@ -219,6 +219,6 @@ def _about(requests: Sequence[Request]) -> dict[str, Any]:
     """The fields of an output that say what it is of."""
     return {
         "request_id": requests[-1].request_id,
-        "prompt_token_ids": [int(token) for one in requests for token in one.prompt_token_ids],
-        "num_cached_tokens": sum([one.progress.num_cached_tokens for one in requests]),
+        "prompt_token_ids": [int(token) for each in requests for token in each.prompt_token_ids],
+        "num_cached_tokens": sum([each.progress.num_cached_tokens for each in requests]),
     }

@@ -37,7 +37,7 @@ PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Case:
     """A request: the number of its prompt, and of the content of its adapter."""
 
     prompt: int
@@ -63,7 +63,7 @@ class Life:
         self.names: dict[str, int] = {}
         self.versions = [0]
         """The number of the weights of each version."""
-        self.answers: list[tuple[Asked, Any]] = []
+        self.answers: list[tuple[Case, Any]] = []
 
     def _weights(self, number: int) -> dict[str, Rows]:
         random = np.random.default_rng(number)
@@ -109,26 +109,26 @@ class Life:
         self.names[name] = content
 
     async def _ask(self, engine: AsyncEngine) -> None:
-        asked = Asked(self.random.randrange(NUM_PROMPTS), None)
+        case = Case(self.random.randrange(NUM_PROMPTS), None)
         adapter = None
         if self.names and self.random.random() < 0.7:
             name = self.random.choice(sorted(self.names))
-            adapter, asked = LoRARequest(name), Asked(asked.prompt, self.names[name])
+            adapter, case = LoRARequest(name), Case(case.prompt, self.names[name])
         output = None
         with suppress(AdapterError):  # it was unloaded meanwhile
             async for item in engine.generate(
-                self.prompts[asked.prompt], PARAMS, lora_request=adapter
+                self.prompts[case.prompt], PARAMS, lora_request=adapter
             ):
                 output = item
         if output is not None:
-            self.answers.append((asked, output.outputs[0]))
+            self.answers.append((case, output.outputs[0]))
 
     def check(self) -> dict[str, int]:
         """Compare all answers with those of fresh engines; returns how many of each kind."""
-        of_weights: dict[int, dict[Asked, list[int]]] = defaultdict(dict)
-        for asked, answer in self.answers:
+        of_weights: dict[int, dict[Case, list[int]]] = defaultdict(dict)
+        for case, answer in self.answers:
             for _, version in answer.weights_versions:
-                of_weights[self.versions[version]][asked] = []
+                of_weights[self.versions[version]][case] = []
         counts = defaultdict[str, int](int)
         for number, wanted in of_weights.items():
             fresh = self.folder / f"fresh {number}"
@@ -136,38 +136,38 @@ class Life:
             save_weights(fresh / "model.safetensors", self.weights[number], "float32")
             with LLM(fresh, **SETTINGS, enable_prefix_caching=False) as llm:
                 self._fill(llm, wanted)
-                for asked, answer in self.answers:
-                    self._compare(llm, number, asked, answer, wanted, counts)
+                for case, answer in self.answers:
+                    self._compare(llm, number, case, answer, wanted, counts)
         return counts
 
-    def _fill(self, llm: LLM, wanted: dict[Asked, list[int]]) -> None:
-        asked = list(wanted)
-        requests = [self._adapter(each) for each in asked]
-        prompts = [self.prompts[each.prompt] for each in asked]
-        for each, output in zip(
-            asked, llm.generate(prompts, PARAMS, False, lora_request=requests), strict=True
+    def _fill(self, llm: LLM, wanted: dict[Case, list[int]]) -> None:
+        cases = list(wanted)
+        requests = [self._adapter(case) for case in cases]
+        prompts = [self.prompts[case.prompt] for case in cases]
+        for case, output in zip(
+            cases, llm.generate(prompts, PARAMS, False, lora_request=requests), strict=True
         ):
-            wanted[each] = output.outputs[0].token_ids
+            wanted[case] = output.outputs[0].token_ids
 
-    def _adapter(self, asked: Asked) -> LoRARequest | None:
-        if asked.content is None:
+    def _adapter(self, case: Case) -> LoRARequest | None:
+        if case.content is None:
             return None
-        path = str(self.folder / f"content {asked.content}")
-        return LoRARequest(f"content-{asked.content}", path)
+        path = str(self.folder / f"content {case.content}")
+        return LoRARequest(f"content-{case.content}", path)
 
     def _compare(
         self,
         llm: LLM,
         number: int,
-        asked: Asked,
+        case: Case,
         answer: Any,
-        wanted: dict[Asked, list[int]],
+        wanted: dict[Case, list[int]],
         counts: dict[str, int],
     ) -> None:
         parts = answer.weights_versions
         ends = [first for first, _ in parts[1:]] + [len(answer.token_ids)]
         if self.versions[parts[0][1]] == number:  # the first tokens, or all
-            assert answer.token_ids[: ends[0]] == wanted[asked][: ends[0]]
+            assert answer.token_ids[: ends[0]] == wanted[case][: ends[0]]
             counts["whole" if len(parts) == 1 else "first part"] += 1
 
 

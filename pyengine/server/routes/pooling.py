@@ -139,7 +139,7 @@ async def score(body: ScoreRequest, request: Request, context: Context) -> Respo
 @router.post("/v1/rerank", response_model=RerankResponse)
 async def rerank(body: RerankRequest, request: Request, context: Context) -> Response:
     """Sort documents by their relevance to a query."""
-    texts = [one.text if isinstance(one, Document) else one for one in body.documents]
+    texts = [each.text if isinstance(each, Document) else each for each in body.documents]
 
     def written(call: Call, scoring: Scoring, usage: Usage) -> ServerModel:
         scores = _scores(context, scoring)

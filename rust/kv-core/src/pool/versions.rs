@@ -67,7 +67,7 @@ impl Pool {
         if let Some(events) = &mut self.events {
             events.clear(self.weights_version);
         }
-        self.take_evicted(); // nobody may store what earlier weights computed
+        self.take_evicted(); // a store takes no block of earlier weights
         self.weights_version
     }
 }

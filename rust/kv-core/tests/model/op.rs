@@ -171,7 +171,7 @@ pub(crate) fn switch_in(tokens: &[u32]) -> Switch {
     Some((at, (tokens[at] >> 8) as u8))
 }
 
-/// The namespace of a prompt as the manager is told it.
+/// the namespace of a prompt, as the manager gets it.
 pub(crate) fn namespace(name: u8, switch: Switch) -> Namespace<'static> {
     let bytes = |name: u8| &[0_u8, 1, 2, 3][usize::from(name)..][..1];
     Namespace {
