@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from pyengine.sampling_params import TRUNCATION
 from pyengine.utils.validation import Rule, refuse, refuses_unknown
 
 Pooling: TypeAlias = Literal["last", "mean"]
@@ -17,12 +18,7 @@ _RULES = {
         "an integer of at least 1, or None for all",
         optional=True,
     ),
-    "truncate_prompt_tokens": Rule(
-        int,
-        lambda x: x == -1 or x >= 1,
-        "an integer of at least 1, -1 for as many as the model takes, or None for no cut",
-        optional=True,
-    ),
+    "truncate_prompt_tokens": TRUNCATION,
 }
 
 

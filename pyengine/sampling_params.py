@@ -223,6 +223,14 @@ class RequestOutputKind(Enum):
     """There is one output, at the end."""
 
 
+TRUNCATION = Rule(
+    int,
+    lambda x: x == -1 or x >= 1,
+    "an integer of at least 1, -1 for as many as the model takes, or None for no cut",
+    optional=True,
+)
+"""The rule of `truncate_prompt_tokens`."""
+
 _RULES: Mapping[str, Rule] = {
     "n": Rule(int, lambda x: 1 <= x <= MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
     "temperature": Rule(
@@ -272,12 +280,7 @@ _RULES: Mapping[str, Rule] = {
         "an integer of at least 0, or -1 or None for no limit",
         optional=True,
     ),
-    "truncate_prompt_tokens": Rule(
-        int,
-        lambda x: x == -1 or x >= 1,
-        "an integer of at least 1, -1 for as many as the model takes, or None for no cut",
-        optional=True,
-    ),
+    "truncate_prompt_tokens": TRUNCATION,
 }
 
 

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benches.engine.embeddings [--texts 512] [--pooling last] [--batch SIZE]
 
-from the root of the repository. The texts are token ids: an instruction of 128 tokens, then 20 to 60
-that differ. Both have the embedded model's weights in float32 and the same threads.
+from the root of the repository. The texts are token ids: an instruction of 128 tokens, then 20 to
+60 that differ. Both have the embedded model's weights in float32 and the same threads.
 transformers embeds batches of texts sorted by length, without a cache, in the batch size that is
 fastest for a part of the texts, and does not compute logits. The engine starts each round with an
 empty cache.
