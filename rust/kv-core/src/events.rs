@@ -9,6 +9,7 @@
 use std::sync::Arc;
 
 use crate::ids::{BlockId, NodePosition};
+use crate::switch::SwitchPoint;
 
 /// A cached block that was evicted. Its KV is intact until the block is written again.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +27,7 @@ pub struct Evicted {
     /// The namespace in which it matched.
     pub namespace: Arc<[u8]>,
     /// Where that switches, and to which name, if the block contains the position or follows it.
-    pub switch: Option<(usize, Arc<[u8]>)>,
+    pub switch: Option<SwitchPoint>,
 }
 
 /// A change of the set of cached blocks.
@@ -45,7 +46,7 @@ pub enum Event {
         /// Where it switches, and to which name, if the last of these blocks contains that position or follows it.
         /// Block hashes then contain it, see [`ContentHasher::switch`](crate::ContentHasher::switch). Only the first of
         /// these blocks may contain the position.
-        switch: Option<(usize, Arc<[u8]>)>,
+        switch: Option<SwitchPoint>,
     },
     /// These blocks are no longer cached.
     Removed {

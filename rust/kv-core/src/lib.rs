@@ -102,7 +102,7 @@ pub use step::{
     Extend, IntArray, PlanView, Prefill, PrefillRequest, PrefixArrays, Remapping, SharedPrefix,
     SharedPrefixes, StateCopy, StepArrays, TableRows,
 };
-pub use switch::Namespace;
+pub use switch::{Namespace, SwitchPoint};
 pub use transfers::Reserve;
 
 #[cfg(doctest)]

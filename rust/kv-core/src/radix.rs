@@ -32,7 +32,7 @@ use crate::groups::Groups;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeId, NodePosition};
 use crate::stats::SnapshotNode;
-use crate::switch::{Label, Labelled, Switch};
+use crate::switch::{Label, Labelled, Switch, SwitchPoint};
 use index::Index;
 
 /// Hashes of removed blocks that may wait for their removal from the set, which bounds the work of a call.
@@ -788,7 +788,7 @@ impl RadixTree {
     }
 
     /// The namespace of a block, and where it switches at or before the block.
-    fn origin(&self, mut position: NodePosition) -> (Arc<[u8]>, Option<(usize, Arc<[u8]>)>) {
+    fn origin(&self, mut position: NodePosition) -> (Arc<[u8]>, Option<SwitchPoint>) {
         // Of the label: the blocks from its own one to the end.
         let (mut indices, mut label) = (0, None);
         loop {

@@ -8,6 +8,9 @@ use std::sync::Arc;
 
 use crate::error::Error;
 
+/// The position of a switch, and the name from there on.
+pub type SwitchPoint = (usize, Arc<[u8]>);
+
 /// A namespace, and where a prompt leaves it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Namespace<'a> {
