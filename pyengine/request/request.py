@@ -222,7 +222,7 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt.text
         self.prompt_token_ids = prompt.token_ids
-        self.namespace, self.space = prompt.namespace, prompt.space
+        self.space = prompt.space
         self.thinking = prompt.thinking
         self.adapter = prompt.adapter
         self.params = rules.params
@@ -249,6 +249,11 @@ class Request:
         """True once an engine has accepted it: it is for one call."""
         self._prompt_ids: list[int] | None = None
         self._metrics: RequestMetrics | None = None
+
+    @property
+    def namespace(self) -> bytes:
+        """The namespace of its blocks."""
+        return self.space["namespace"]
 
     def add_sequence(self, sampling: SamplingState) -> None:
         """Add the next sequence, which draws its tokens by `sampling`."""

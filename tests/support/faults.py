@@ -100,7 +100,8 @@ class WatchedScheduler(Scheduler):
         self._warm: set[int] = set()
 
     def add(self, sequence: SequenceState) -> None:
-        sequence.request.namespace = bytes([self.namespaces[sequence.request.request_id]])
+        name = bytes([self.namespaces[sequence.request.request_id]])
+        sequence.request.space = {"namespace": name, "switch": None}
         super().add(sequence)
 
     def schedule(

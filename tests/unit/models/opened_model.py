@@ -34,6 +34,7 @@ def multiplied(path: Path, quantization: str, dtype: str) -> dict[str, object]:
     """A digest of rows times the weights of every layer and of the head, and their size."""
     import numpy as np
 
+    from pyengine.models.decoder.kernels import Step
     from pyengine.models.kv_scales import read_kv_scales
     from pyengine.utils.dtypes import widened
 
@@ -41,8 +42,9 @@ def multiplied(path: Path, quantization: str, dtype: str) -> dict[str, object]:
     ids = np.array(_IDS)
     rows = decoder.embedded(ids, np.arange(len(ids)))
     results = [rows, decoder.logits(rows)]
+    step = Step(ids, np.arange(len(ids)), None, {})  # type: ignore[arg-type]
     for layer in decoder._layers:
-        results += [layer._feed_forward(rows), layer._mixer._qkv(rows)]
+        results += [layer._feed_forward(rows, step), layer._mixer._qkv(rows, step)]
     for result in results:
         digest.update(np.ascontiguousarray(result).tobytes())
         largest = max(largest, float(np.abs(widened(result)).max()))

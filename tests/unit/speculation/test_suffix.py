@@ -9,7 +9,7 @@ from tests.unit.speculation.test_ngram import Text
 
 def text(prompt: list[int], namespace: bytes = b"") -> Text:
     made = Text(prompt)
-    made.request.namespace = namespace
+    made.request.space = {"namespace": namespace, "switch": None}
     return made
 
 
