@@ -1,6 +1,6 @@
 """Throughput with LoRA adapters: many in one batch, one, and none.
 
-    python -m benches.engine.lora [--model FOLDER] [--dtype bfloat16] [--rounds 3]
+    python -m benches.engine.lora [--model FOLDER] [--dtype bfloat16] [--rank 16] [--rounds 3]
 
 32 requests of the embedded model, or of another SmolLM2-135M, decode at once: over 8 adapters and
 the base, with one adapter, with the base alone in the same engine, and in an engine without
@@ -23,7 +23,7 @@ from pyengine.models.loader import dummy_weight_shapes
 from tests.support.adapters import save_adapter
 from tests.support.checkpoints import write_json
 
-_REQUESTS, _ADAPTERS, _OUTPUT, _PROMPT, _RANK = 32, 8, 64, 32, 16
+_REQUESTS, _ADAPTERS, _OUTPUT, _PROMPT = 32, 8, 64, 32
 
 
 _CONFIG = {
@@ -52,7 +52,7 @@ def throughput(
 
 
 def measured(
-    model: str | None, dtype: str, rounds: int, threads: int | None
+    model: str | None, dtype: str, rank: int, rounds: int, threads: int | None
 ) -> dict[str, tuple[float, float]]:
     """The median throughputs of each case."""
     random = np.random.default_rng(0)
@@ -65,7 +65,7 @@ def measured(
         shapes = dummy_weight_shapes(folder)
         loras: list[LoRARequest | None] = []
         for number in range(_ADAPTERS):
-            path = save_adapter(folder / f"{number}", shapes, seed=number, rank=_RANK, scale=0.01)
+            path = save_adapter(folder / f"{number}", shapes, seed=number, rank=rank, scale=0.01)
             loras.append(LoRARequest(f"adapter-{number}", path))
         plain = stack.enter_context(LLM(model, **settings))
         llm = stack.enter_context(LLM(model, enable_lora=True, **settings))
@@ -89,10 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
-    rates = measured(options.model, options.dtype, options.rounds, options.threads)
+    rates = measured(options.model, options.dtype, options.rank, options.rounds, options.threads)
     most = rates["8 adapters and the base"]
     print(
         "| case | tokens/s | 8 and base / this | tokens/s of processor time | 8 and base / this |"

@@ -212,7 +212,7 @@ class CpuKernels(CpuStates):
         self, ends: Sequence[int], inputs: int, limits: AdapterLimits
     ) -> CpuAdapterTable:
         """See `Kernels.adapter_table`."""
-        return CpuAdapterTable(self.threads, ends, inputs, limits)
+        return CpuAdapterTable(self.threads, ends, inputs, limits, dtype=self.dtype)
 
     def adapter_slots(self, slots: npt.NDArray[np.int32], _max_loras: int) -> Any:
         """See `Kernels.adapter_slots`. None if no token has an adapter."""

@@ -7,7 +7,7 @@ use crate::attention::Attention;
 use crate::builds::{InLanes, best_lanes};
 use crate::element::{Element, widen};
 use crate::error::Error;
-use crate::lanes::Vector;
+use crate::lanes::{Vector, fetch, fetch_line};
 use crate::step::{CacheShape, above_zero, same_length};
 use crate::write::Rows;
 
@@ -17,22 +17,149 @@ const SMALL: usize = 100_000;
 /// Maximum tokens of a task.
 const TOKENS: usize = 16;
 
+/// Distance of prefetches, in elements of A.
+const AHEAD: usize = 1024;
+
 /// Numbers of a vector: the same at every level, so that sums have the same bits.
 const LANES: usize = 16;
+
+/// A and B of all slots.
+///
+/// A is transposed: `[num_slots, in_features, num_parts * lanes]`. So is B, which is scaled: `[num_slots, rank,
+/// out_features]`.
+#[derive(Clone, Copy, Debug)]
+pub enum AdapterMatrices<'a> {
+    /// In float32.
+    Floats(&'a [f32], &'a [f32]),
+    /// In bfloat16: two inputs of A, or two ranks of B, in an element, the first in its lower half. The last one may have
+    /// no second.
+    Halves(&'a [u32], &'a [u32]),
+}
+
+/// An element of these matrices.
+trait Packed: Copy + Sync {
+    /// Its numbers.
+    const COUNT: usize;
+    fn float(self, number: usize) -> f32;
+    /// Adds to `sums` the products of `C` vectors of elements with the factors from `at` on of each of `T` tokens, number
+    /// by number.
+    fn multiply_add<V: Vector<16>, const T: usize, const C: usize>(
+        sums: &mut [[V; C]; T],
+        elements: &[&[Self; LANES]; C],
+        factors: &[&[f32]; T],
+        at: usize,
+    );
+    /// The same for their first numbers alone.
+    fn multiply_add_first<V: Vector<16>, const T: usize, const C: usize>(
+        sums: &mut [[V; C]; T],
+        elements: &[&[Self; LANES]; C],
+        factors: &[&[f32]; T],
+        at: usize,
+    );
+}
+
+impl Packed for f32 {
+    const COUNT: usize = 1;
+
+    #[inline(always)]
+    fn float(self, _: usize) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn multiply_add<V: Vector<16>, const T: usize, const C: usize>(
+        sums: &mut [[V; C]; T],
+        elements: &[&[f32; LANES]; C],
+        factors: &[&[f32]; T],
+        at: usize,
+    ) {
+        let lanes = elements.map(V::load);
+        for (sums, factors) in sums.iter_mut().zip(factors) {
+            let factor = V::splat(factors[at]);
+            for (sum, lanes) in sums.iter_mut().zip(lanes) {
+                *sum = lanes.multiply_add(factor, *sum);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn multiply_add_first<V: Vector<16>, const T: usize, const C: usize>(
+        sums: &mut [[V; C]; T],
+        elements: &[&[f32; LANES]; C],
+        factors: &[&[f32]; T],
+        at: usize,
+    ) {
+        Self::multiply_add(sums, elements, factors, at);
+    }
+}
+
+impl Packed for u32 {
+    const COUNT: usize = 2;
+
+    #[inline(always)]
+    fn float(self, number: usize) -> f32 {
+        f32::from_bits(match number {
+            0 => self << 16,
+            _ => self & 0xffff_0000,
+        })
+    }
+
+    #[inline(always)]
+    fn multiply_add<V: Vector<16>, const T: usize, const C: usize>(
+        sums: &mut [[V; C]; T],
+        elements: &[&[u32; LANES]; C],
+        factors: &[&[f32]; T],
+        at: usize,
+    ) {
+        let lanes = widened::<V, C>(elements);
+        for (sums, factors) in sums.iter_mut().zip(factors) {
+            let [first, second] = [V::splat(factors[at]), V::splat(factors[at + 1])];
+            for (sum, [lower, upper]) in sums.iter_mut().zip(lanes) {
+                *sum = upper.multiply_add(second, lower.multiply_add(first, *sum));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn multiply_add_first<V: Vector<16>, const T: usize, const C: usize>(
+        sums: &mut [[V; C]; T],
+        elements: &[&[u32; LANES]; C],
+        factors: &[&[f32]; T],
+        at: usize,
+    ) {
+        let lanes = widened::<V, C>(elements);
+        for (sums, factors) in sums.iter_mut().zip(factors) {
+            let factor = V::splat(factors[at]);
+            for (sum, [lower, _]) in sums.iter_mut().zip(lanes) {
+                *sum = lower.multiply_add(factor, *sum);
+            }
+        }
+    }
+}
+
+/// In a loop: `map` would call the instructions, as it is not compiled for them.
+#[inline(always)]
+fn widened<V: Vector<16>, const C: usize>(elements: &[&[u32; LANES]; C]) -> [[V; 2]; C] {
+    let mut lanes = [[V::splat(0.0); 2]; C];
+    for (lanes, elements) in lanes.iter_mut().zip(elements) {
+        *lanes = V::widened(elements);
+    }
+    lanes
+}
 
 /// The adapters of a linear layer, whose outputs are in parts with an adapter each, such as queries, keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct Adapters<'a> {
-    /// A: `[num_slots, num_parts * rank, in_features]`.
-    pub down: &'a [f32],
-    /// B, transposed and scaled: `[num_slots, rank, out_features]`.
-    pub up: &'a [f32],
-    /// Rows of A that are used: `[num_slots, num_parts]`, from 0 to `rank`.
+    /// A and B.
+    pub matrices: AdapterMatrices<'a>,
+    /// Rows of A that are used, of each part: `[num_slots, num_parts]`, from 0 to `rank`.
     pub ranks: &'a [i32],
     /// Where the outputs of each part end, in ascending order; the last is `out_features`.
     pub ends: &'a [i64],
     /// The most rows of A of a part.
     pub rank: usize,
+    /// Rows of A of a part in memory: `rank`, rounded up to a multiple of 16.
+    pub lanes: usize,
     /// Length of a row of the input.
     pub in_features: usize,
 }
@@ -52,7 +179,25 @@ impl Attention {
         adapters: &Adapters<'_>,
         out: &mut [E],
     ) -> Result<(), Error> {
-        let outputs = adapters.check()?;
+        match adapters.matrices {
+            AdapterMatrices::Floats(down, up) => {
+                self.add_packed(rows, slots, adapters, (down, up), out)
+            }
+            AdapterMatrices::Halves(down, up) => {
+                self.add_packed(rows, slots, adapters, (down, up), out)
+            }
+        }
+    }
+
+    fn add_packed<E: Element, P: Packed>(
+        &self,
+        rows: Rows<'_, E>,
+        slots: &[i32],
+        adapters: &Adapters<'_>,
+        matrices: (&[P], &[P]),
+        out: &mut [E],
+    ) -> Result<(), Error> {
+        let outputs = adapters.check(matrices)?;
         rows.check("rows", slots.len(), adapters.in_features)?;
         same_length(
             "out",
@@ -77,7 +222,7 @@ impl Attention {
         }
         let (mut tasks, mut work) = (vec![], 0);
         for (slot, tokens) in by_slot.into_iter().enumerate() {
-            let adapter = adapters.of_slot(slot, outputs);
+            let adapter = adapters.of_slot(slot, matrices, outputs);
             work += tokens.len() * adapter.work();
             let mut tokens = tokens.into_iter();
             while tokens.len() > 0 {
@@ -103,7 +248,7 @@ impl Attention {
 
 impl<'a> Adapters<'a> {
     /// Checks the arrays; the number of outputs.
-    fn check(&self) -> Result<usize, Error> {
+    fn check<P: Packed>(&self, (down, up): (&[P], &[P])) -> Result<usize, Error> {
         let parts = self.ends.len();
         above_zero("the number of parts", parts)?;
         above_zero("the rank", self.rank)?;
@@ -116,14 +261,14 @@ impl<'a> Adapters<'a> {
             above_zero("the outputs of a part", next.saturating_sub(end))?;
             end = next;
         }
-        let rows = CacheShape::elements(parts, self.rank, num_slots)?;
-        let down = CacheShape::elements(1, rows, self.in_features)?;
-        same_length("down", down, self.down.len())?;
-        same_length(
-            "up",
-            CacheShape::elements(num_slots, self.rank, end)?,
-            self.up.len(),
-        )?;
+        let lanes = self.rank.next_multiple_of(LANES);
+        same_length("a part of down", lanes, self.lanes)?;
+        let rows = CacheShape::elements(parts, lanes, num_slots)?;
+        let inputs = self.in_features.div_ceil(P::COUNT);
+        same_length("down", CacheShape::elements(1, rows, inputs)?, down.len())?;
+        let ranks = self.rank.div_ceil(P::COUNT);
+        let len = CacheShape::elements(num_slots, ranks, end)?;
+        same_length("up", len, up.len())?;
         let invalid = |rank: &&i32| usize::try_from(**rank).map_or(true, |rank| rank > self.rank);
         match self.ranks.iter().find(invalid) {
             Some(&rank) => Err(Error::Length {
@@ -135,15 +280,25 @@ impl<'a> Adapters<'a> {
         }
     }
 
-    fn of_slot(&self, slot: usize, outputs: usize) -> Adapter<'a> {
+    fn of_slot<'m, P: Packed>(
+        &self,
+        slot: usize,
+        (down, up): (&'m [P], &'m [P]),
+        outputs: usize,
+    ) -> Adapter<'m, P>
+    where
+        'a: 'm,
+    {
         let parts = self.ends.len();
-        let (down, up) = (parts * self.rank * self.in_features, self.rank * outputs);
+        let width = parts * self.lanes;
+        let inputs = width * self.in_features.div_ceil(P::COUNT);
+        let ranks = self.rank.div_ceil(P::COUNT) * outputs;
         Adapter {
-            down: &self.down[slot * down..][..down],
-            up: &self.up[slot * up..][..up],
+            down: &down[slot * inputs..][..inputs],
+            up: &up[slot * ranks..][..ranks],
             ranks: &self.ranks[slot * parts..][..parts],
             ends: self.ends,
-            rank: self.rank,
+            width,
             inputs: self.in_features,
             outputs,
         }
@@ -152,17 +307,18 @@ impl<'a> Adapters<'a> {
 
 /// One of them.
 #[derive(Clone, Copy)]
-struct Adapter<'a> {
-    down: &'a [f32],
-    up: &'a [f32],
+struct Adapter<'a, P> {
+    down: &'a [P],
+    up: &'a [P],
     ranks: &'a [i32],
     ends: &'a [i64],
-    rank: usize,
+    /// Length of a row of `down`.
+    width: usize,
     inputs: usize,
     outputs: usize,
 }
 
-impl Adapter<'_> {
+impl<P: Packed> Adapter<'_, P> {
     /// Multiplications of a token.
     fn work(&self) -> usize {
         self.parts()
@@ -172,20 +328,23 @@ impl Adapter<'_> {
 
     /// The rows of A and the outputs of each part.
     fn parts(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
-        let mut end = 0;
+        let (mut end, lanes) = (0, self.width / self.ends.len());
         self.ranks
             .iter()
             .zip(self.ends)
             .enumerate()
             .map(move |(part, (&rank, &next))| {
-                let (first, start) = (part * self.rank, end);
+                let (first, start) = (part * lanes, end);
                 end = next as usize;
                 (first..first + rank as usize, start..end)
             })
     }
 
-    fn row_of_a(&self, number: usize) -> &[f32] {
-        &self.down[number * self.inputs..][..self.inputs]
+    /// The vectors of a row of `down` that have rows of A.
+    fn vectors(&self) -> Vec<usize> {
+        self.parts()
+            .flat_map(|(rows, _)| rows.start / LANES..rows.end.div_ceil(LANES))
+            .collect()
     }
 }
 
@@ -196,152 +355,139 @@ struct Token<'a, E> {
 }
 
 /// Some tokens of an adapter.
-struct AddDelta<'a, E> {
+struct AddDelta<'a, E, P> {
     rows: Rows<'a, E>,
-    adapter: Adapter<'a>,
+    adapter: Adapter<'a, P>,
     tokens: Vec<Token<'a, E>>,
 }
 
-impl<E: Element> InLanes for AddDelta<'_, E> {
+impl<E: Element, P: Packed> InLanes for AddDelta<'_, E, P> {
     #[inline(always)]
     fn run<V: Vector<16>, const N: usize>(mut self) {
-        let adapter = self.adapter;
-        let mut scratch = vec![vec![]; self.tokens.len()];
-        let tokens = self.tokens.iter().zip(&mut scratch);
-        let inputs: Vec<&[f32]> = tokens
-            .map(|(token, scratch)| E::floats(self.rows.row(token.number), scratch))
-            .collect();
-        let width = adapter.ends.len() * adapter.rank;
-        let mut latent = vec![0.0f32; inputs.len() * width];
-        for (rows, _) in adapter.parts() {
-            for (at, inputs) in inputs.chunks(2).enumerate() {
-                let latent = &mut latent[2 * at * width..];
-                match *inputs {
-                    [first, second] => {
-                        shrink::<V, N, 2>(&adapter, rows.clone(), [first, second], latent)
-                    }
-                    [first] => shrink::<V, N, 1>(&adapter, rows.clone(), [first], latent),
-                    _ => {}
-                }
-            }
-        }
-        let mut floats = vec![0.0; adapter.outputs];
-        for (token, latent) in self.tokens.iter_mut().zip(latent.chunks_exact(width)) {
-            widen(token.out, &mut floats);
-            expand::<V, N>(&adapter, latent, &mut floats);
-            for (out, &float) in token.out.iter_mut().zip(&floats) {
-                *out = E::narrow(float);
+        let (adapter, rows, vectors) = (self.adapter, self.rows, self.adapter.vectors());
+        fetch(adapter.up);
+        let mut memory = Memory::default();
+        for tokens in self.tokens.chunks_mut(N) {
+            match tokens {
+                [_] => add_delta::<V, N, 1, _, _>(&adapter, &vectors, rows, tokens, &mut memory),
+                _ => add_delta::<V, N, N, _, _>(&adapter, &vectors, rows, tokens, &mut memory),
             }
         }
     }
 }
 
-/// `A x` of `T` tokens for some rows of A; each token's results are a row of `latent`.
+/// The inputs, `A x` and the outputs of some tokens.
+#[derive(Default)]
+struct Memory {
+    inputs: Vec<Vec<f32>>,
+    latent: Vec<f32>,
+    outputs: Vec<f32>,
+}
+
+/// Adds the products of up to `T` tokens. Where there are fewer, the last one is computed again, for nothing.
 #[inline(always)]
-fn shrink<V: Vector<16>, const N: usize, const T: usize>(
-    adapter: &Adapter<'_>,
-    rows: Range<usize>,
-    inputs: [&[f32]; T],
-    latent: &mut [f32],
+fn add_delta<V: Vector<16>, const N: usize, const T: usize, E: Element, P: Packed>(
+    adapter: &Adapter<'_, P>,
+    vectors: &[usize],
+    rows: Rows<'_, E>,
+    tokens: &mut [Token<'_, E>],
+    memory: &mut Memory,
 ) {
-    let width = adapter.ends.len() * adapter.rank;
-    let mut row = rows.start;
-    while row < rows.end {
-        if row + N <= rows.end {
-            let sums =
-                dots::<V, N, T>(std::array::from_fn(|at| adapter.row_of_a(row + at)), inputs);
-            for (at, sums) in sums.into_iter().enumerate() {
-                for (token, sum) in sums.into_iter().enumerate() {
-                    latent[token * width + row + at] = sum;
-                }
+    memory.inputs.resize(T, vec![]);
+    memory.latent.resize(T * adapter.width, 0.0);
+    let numbers: [usize; T] = std::array::from_fn(|at| tokens[at.min(tokens.len() - 1)].number);
+    let mut scratch = memory.inputs.iter_mut();
+    let inputs = numbers.map(|number| match scratch.next() {
+        Some(scratch) => E::floats(rows.row(number), scratch),
+        None => &[],
+    });
+    let mut at = 0;
+    while at < vectors.len() {
+        let latent = &mut memory.latent;
+        at += match vectors[at..] {
+            [a, b, c, d, ..] if N > 3 => {
+                shrink::<V, T, 4, P>(adapter, [a, b, c, d], &inputs, latent)
             }
-            row += N;
-        } else {
-            let [sums] = dots::<V, 1, T>([adapter.row_of_a(row)], inputs);
-            for (token, sum) in sums.into_iter().enumerate() {
-                latent[token * width + row] = sum;
-            }
-            row += 1;
+            [a, b, c, ..] if N > 3 => shrink::<V, T, 3, P>(adapter, [a, b, c], &inputs, latent),
+            [a, b, ..] if N > 1 => shrink::<V, T, 2, P>(adapter, [a, b], &inputs, latent),
+            _ => shrink::<V, T, 1, P>(adapter, [vectors[at]], &inputs, latent),
+        }
+    }
+    memory.outputs.resize(tokens.len() * adapter.outputs, 0.0);
+    let outputs = memory.outputs.chunks_exact_mut(adapter.outputs);
+    for (token, outputs) in tokens.iter().zip(outputs) {
+        widen(token.out, outputs);
+    }
+    expand::<V, N, T, P>(adapter, &memory.latent, &mut memory.outputs);
+    let outputs = memory.outputs.chunks_exact(adapter.outputs);
+    for (token, outputs) in tokens.iter_mut().zip(outputs) {
+        for (out, &float) in token.out.iter_mut().zip(outputs) {
+            *out = E::narrow(float);
         }
     }
 }
 
-/// The products of each of `R` rows with each of `T` others, added up in 16 lanes.
+/// `A x` of `T` tokens for `C` vectors of rows of A, input by input; each token's results are a row of `latent`. `C`.
 #[inline(always)]
-fn dots<V: Vector<16>, const R: usize, const T: usize>(
-    rows: [&[f32]; R],
-    others: [&[f32]; T],
-) -> [[f32; T]; R] {
-    let mut sums = [[V::splat(0.0); T]; R];
-    let (row_lanes, other_lanes) = (
-        rows.map(|row| row.as_chunks::<LANES>()),
-        others.map(|row| row.as_chunks::<LANES>()),
-    );
-    let whole = row_lanes[0].0.len();
+fn shrink<V: Vector<16>, const T: usize, const C: usize, P: Packed>(
+    adapter: &Adapter<'_, P>,
+    vectors: [usize; C],
+    inputs: &[&[f32]; T],
+    latent: &mut [f32],
+) -> usize {
+    let mut sums = [[V::splat(0.0); C]; T];
+    let elements = |at: usize| {
+        let start = at * adapter.width;
+        for ahead in (AHEAD..AHEAD + adapter.width).step_by(LANES) {
+            fetch_line(adapter.down.as_ptr().wrapping_add(start + ahead));
+        }
+        let (lanes, _) = adapter.down[start..][..adapter.width].as_chunks::<LANES>();
+        vectors.map(|vector| &lanes[vector])
+    };
+    let whole = adapter.inputs / P::COUNT;
     for at in 0..whole {
-        let other = other_lanes.map(|(lanes, _)| V::load(&lanes[at]));
-        for (sums, (lanes, _)) in sums.iter_mut().zip(&row_lanes) {
-            let row = V::load(&lanes[at]);
-            for (sum, &other) in sums.iter_mut().zip(&other) {
-                *sum = row.multiply_add(other, *sum);
-            }
+        P::multiply_add(&mut sums, &elements(at), inputs, at * P::COUNT);
+    }
+    if whole * P::COUNT < adapter.inputs {
+        P::multiply_add_first(&mut sums, &elements(whole), inputs, whole * P::COUNT);
+    }
+    for (latent, sums) in latent.chunks_exact_mut(adapter.width).zip(sums) {
+        let (lanes, _) = latent.as_chunks_mut::<LANES>();
+        for (&vector, sum) in vectors.iter().zip(sums) {
+            sum.store(&mut lanes[vector]);
         }
     }
-    if !row_lanes[0].1.is_empty() {
-        let other = other_lanes.map(|(_, rest)| V::load(&padded(rest)));
-        for (sums, (_, rest)) in sums.iter_mut().zip(&row_lanes) {
-            let row = V::load(&padded(rest));
-            for (sum, &other) in sums.iter_mut().zip(&other) {
-                *sum = row.multiply_add(other, *sum);
-            }
-        }
-    }
-    sums.map(|sums| sums.map(total))
+    C
 }
 
-/// With zeros after it.
+/// Adds `B latent` of up to `T` tokens to their rows of `out`, row by row of A.
 #[inline(always)]
-fn padded(rest: &[f32]) -> [f32; LANES] {
-    let mut lanes = [0.0; LANES];
-    lanes[..rest.len()].copy_from_slice(rest);
-    lanes
-}
-
-/// The sum of all lanes.
-#[inline(always)]
-fn total<V: Vector<16>>(sums: V) -> f32 {
-    let mut lanes = [0.0; LANES];
-    sums.store(&mut lanes);
-    let mut half = LANES / 2;
-    while half > 0 {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
-}
-
-/// Adds `B latent` to `out`, output by output in the order of B's columns.
-#[inline(always)]
-fn expand<V: Vector<16>, const N: usize>(adapter: &Adapter<'_>, latent: &[f32], out: &mut [f32]) {
+fn expand<V: Vector<16>, const N: usize, const T: usize, P: Packed>(
+    adapter: &Adapter<'_, P>,
+    latent: &[f32],
+    out: &mut [f32],
+) {
     for (rows, columns) in adapter.parts() {
-        let factors = &latent[rows];
+        let factors: [&[f32]; T] =
+            std::array::from_fn(|token| &latent[token * adapter.width..][rows.clone()]);
         let mut at = columns.start;
         while at < columns.end {
             let left = columns.end - at;
             if left >= N * LANES {
-                columns_of::<V, N>(adapter, factors, at, out);
+                columns_of::<V, T, N, P>(adapter, &factors, at, out);
                 at += N * LANES;
             } else if left >= LANES {
-                columns_of::<V, 1>(adapter, factors, at, out);
+                columns_of::<V, T, 1, P>(adapter, &factors, at, out);
                 at += LANES;
             } else {
-                let mut sum = out[at];
-                for (row, &factor) in factors.iter().enumerate() {
-                    sum = adapter.up[row * adapter.outputs + at].mul_add(factor, sum);
+                for (out, factors) in out.chunks_exact_mut(adapter.outputs).zip(factors) {
+                    let mut sum = out[at];
+                    for (row, &factor) in factors.iter().enumerate() {
+                        let element = adapter.up[row / P::COUNT * adapter.outputs + at];
+                        sum = element.float(row % P::COUNT).mul_add(factor, sum);
+                    }
+                    out[at] = sum;
                 }
-                out[at] = sum;
                 at += 1;
             }
         }
@@ -350,22 +496,34 @@ fn expand<V: Vector<16>, const N: usize>(adapter: &Adapter<'_>, latent: &[f32], 
 
 /// `C` vectors of outputs from `at` on.
 #[inline(always)]
-fn columns_of<V: Vector<16>, const C: usize>(
-    adapter: &Adapter<'_>,
-    factors: &[f32],
+fn columns_of<V: Vector<16>, const T: usize, const C: usize, P: Packed>(
+    adapter: &Adapter<'_, P>,
+    factors: &[&[f32]; T],
     at: usize,
     out: &mut [f32],
 ) {
-    let (out, _) = out[at..].as_chunks_mut::<LANES>();
-    let mut sums: [V; C] = std::array::from_fn(|number| V::load(&out[number]));
-    for (row, &factor) in factors.iter().enumerate() {
-        let (lanes, _) = adapter.up[row * adapter.outputs + at..].as_chunks::<LANES>();
-        let factor = V::splat(factor);
+    let mut sums = [[V::splat(0.0); C]; T];
+    for (sums, out) in sums.iter_mut().zip(out.chunks_exact(adapter.outputs)) {
+        let (lanes, _) = out[at..].as_chunks::<LANES>();
         for (sum, lanes) in sums.iter_mut().zip(lanes) {
-            *sum = V::load(lanes).multiply_add(factor, *sum);
+            *sum = V::load(lanes);
         }
     }
-    for (out, sum) in out.iter_mut().zip(sums) {
-        sum.store(out);
+    let elements = |row: usize| {
+        let (lanes, _) = adapter.up[row * adapter.outputs + at..].as_chunks::<LANES>();
+        std::array::from_fn(|at| &lanes[at])
+    };
+    let (rank, whole) = (factors[0].len(), factors[0].len() / P::COUNT);
+    for row in 0..whole {
+        P::multiply_add(&mut sums, &elements(row), factors, row * P::COUNT);
+    }
+    if whole * P::COUNT < rank {
+        P::multiply_add_first(&mut sums, &elements(whole), factors, whole * P::COUNT);
+    }
+    for (sums, out) in sums.iter().zip(out.chunks_exact_mut(adapter.outputs)) {
+        let (lanes, _) = out[at..].as_chunks_mut::<LANES>();
+        for (sum, lanes) in sums.iter().zip(lanes) {
+            sum.store(lanes);
+        }
     }
 }

@@ -147,7 +147,7 @@ mod weight_memory;
 mod write;
 
 pub use activation::Activation;
-pub use adapters::Adapters;
+pub use adapters::{AdapterMatrices, Adapters};
 pub use attention::{Attention, Options, Query};
 pub use dispatch::Attend;
 pub use draw::Draws;
