@@ -42,11 +42,10 @@ class Rollout(NamedTuple):
 
 
 def reward(text: str, expected: int) -> float:
-    """1 for the number alone, less if it is among other words."""
-    if text.strip().rstrip(".") == str(expected):
-        return 1.0
+    """1 for the number alone; less for each further word before it; 0 for another number."""
     numbers = re.findall(r"\d+", text)
-    return 0.2 * (bool(numbers) and numbers[-1] == str(expected))
+    is_right = bool(numbers) and int(numbers[-1]) == expected
+    return 1 / len(text.split()) if is_right else 0.0
 
 
 def questions(random: Random) -> list[tuple[str, int]]:
