@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pyengine.errors import (
+    ConfigurationError,
     ContextLengthError,
     EngineAsleepError,
     EngineClosedError,
@@ -49,6 +50,7 @@ _RETRYABLE: Mapping[type[PyEngineError], tuple[str, int | None]] = {
 }
 """Errors that a client can retry: their code, and the seconds of the Retry-After header."""
 _CODES: Mapping[type[PyEngineError], str] = {
+    ConfigurationError: "not_configured",
     StructuredOutputError: "structured_output_failed",
     WeightUpdateError: "weights_refused",
 }
@@ -113,7 +115,7 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(400, str(error))
-        case WeightUpdateError() | StructuredOutputError():
+        case ConfigurationError() | WeightUpdateError() | StructuredOutputError():
             return ApiError(400, str(error), code=_CODES[type(error)])
         case TenantQueueFullError():
             return ApiError(429, str(error), code="too_many_requests", retry_after=1)

@@ -46,6 +46,13 @@ def test_a_clients_key_is_not_enough(method: str, path: str, own_client: Client)
     assert error_of(response, 403)["code"] == "admin_key_needed"
 
 
+def test_what_the_engine_was_not_started_for_is_the_callers_fault(own_client: Client) -> None:
+    body = {"lora_name": "a", "lora_path": "x"}
+    response = own_client.post("/v1/load_lora_adapter", body, headers=ADMIN)
+    assert error_of(response, 400)["code"] == "not_configured"
+    assert "enable_lora" in error_of(response, 400)["message"]
+
+
 def test_an_update_and_what_is_refused(
     own_client: Client, small_model: Path, tmp_path: Path
 ) -> None:
