@@ -83,8 +83,9 @@ def test_a_chat_ends_with_the_turn(tmp_path):
     model = tiny_model("llama")
     write_gguf_of(model, path, "llama")
     params = SamplingParams(temperature=0, max_tokens=8)
+    whole = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(path, device="cpu", num_blocks=16) as llm:
-        [output] = llm.generate([{"prompt_token_ids": [2, 3, 4]}], params)
+        [output] = llm.generate([{"prompt_token_ids": [2, 3, 4]}], whole)
     [answer] = output.outputs
     assert len(answer.token_ids) == 8 and answer.finish_reason == "length"
     turn = answer.token_ids[2]
