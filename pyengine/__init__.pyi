@@ -25,9 +25,13 @@ from pyengine.llm import LLM
 from pyengine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
 )
+from pyengine.pooling_params import PoolingParams
 from pyengine.request.lora import LoRARequest
 from pyengine.sampling_params import (
     BeamSearchParams,
@@ -45,7 +49,9 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "BlockManager",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Extended",
     "KvError",
     "LoRARequest",
@@ -54,12 +60,14 @@ __all__ = [
     "NoRoom",
     "Pin",
     "PoolUsage",
+    "PoolingParams",
     "Prefilled",
     "Remapping",
     "ReplayReport",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "Sequence",
     "SharedPrefixes",
     "Stats",

@@ -1,5 +1,8 @@
 """The package's front door: what it offers, and what it says when something is missing."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
 import pyengine
@@ -119,3 +122,18 @@ def test_a_defect_of_our_own_is_not_blamed_on_the_extra() -> None:
         "except ModuleNotFoundError as error: print(error.name)\n"
     )
     assert python(code) == "pyengine.engine.core"
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    stub = Path(pyengine.__file__).with_name("__init__.pyi")
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
+    [names] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert sorted(names) == sorted(pyengine.__all__)
+    imported = {
+        alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == set(names) - {"__version__"}
