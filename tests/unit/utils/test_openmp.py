@@ -35,7 +35,7 @@ def num_threads() -> int:
     return len(set(os.listdir("/proc/self/task")) - started)
 
 
-def settled() -> int:
+def stable_number() -> int:
     """Their number once the OpenMP threads of ended threads have exited."""
     before, count, since = -1, num_threads(), monotonic()
     while count != before or monotonic() - since < 0.1:
@@ -56,7 +56,7 @@ def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
         openmp.set_own_torch_threads(count)
         assert torch.get_num_threads() == count
         assert in_a_new_thread(torch.get_num_threads) == 2
-        alone = settled()
+        alone = stable_number()
         compute()
         torch.randn(256, 256) @ torch.randn(256, 256)
         return num_threads() - alone
@@ -67,7 +67,7 @@ def test_a_number_of_threads_is_set_for_one_thread_alone() -> None:
 
 def test_released_threads_are_gone_and_come_back() -> None:
     def check() -> None:
-        alone = settled()
+        alone = stable_number()
         compute()
         assert num_threads() == alone + 1
         openmp.release_threads()
@@ -85,7 +85,7 @@ def test_who_has_made_an_engine_keeps_no_threads(tmp_path: Path) -> None:
     def check() -> None:
         compute()
         llm = LLM(tmp_path, dtype="float32", num_blocks=16, max_model_len=64)
-        num_set = settled()
+        num_set = stable_number()
         compute()
         assert num_threads() == num_set + 1
         llm.close()
@@ -98,7 +98,7 @@ def test_threads_of_another_runtime_are_left_alone(monkeypatch: pytest.MonkeyPat
 
     def check() -> None:
         compute()
-        team = settled()
+        team = stable_number()
         openmp.release_threads()
         assert num_threads() == team
         monkeypatch.undo()
