@@ -18,7 +18,6 @@ from pyengine.engine.client import EngineClientBase, PromptPin
 from pyengine.engine.input_processor import refuse_submitted, refuse_taken
 from pyengine.engine.model_limits import ModelLimits
 from pyengine.engine.output_stream import OutputStream
-from pyengine.engine.pooler import PoolingRequest
 from pyengine.engine.stats import EngineView, TenantLoad
 from pyengine.engine.weights import NewWeights
 from pyengine.errors import (
@@ -168,7 +167,7 @@ class AsyncEngine(EngineClientBase):
         """
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         pooling = self.pooler.request("embed", parsed, pooling_params, request_id, options)
-        await self._pool([pooling])
+        await self._run([pooling.request])
         return self.pooler.embedded(pooling)
 
     async def classify(
@@ -183,7 +182,7 @@ class AsyncEngine(EngineClientBase):
         """The classes of a prompt, as `embed`. See `LLM.classify`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         pooling = self.pooler.request("classify", parsed, pooling_params, request_id, options)
-        await self._pool([pooling])
+        await self._run([pooling.request])
         return self.pooler.classified(pooling)
 
     async def score(
@@ -202,12 +201,12 @@ class AsyncEngine(EngineClientBase):
             for data in (data_1, data_2)
         )
         scoring = self.pooler.scoring(first, second, pooling_params, request_id, options)
-        await self._pool(scoring.requests)
+        await self._run([pooling.request for pooling in scoring.requests])
         return self.pooler.scored(scoring)
 
-    async def _pool(self, requests: Sequence[PoolingRequest]) -> None:
+    async def _run(self, requests: Sequence[Request]) -> None:
         """Run requests to their ends."""
-        with closing(self.submit([pooling.request for pooling in requests])) as stream:
+        with closing(self.submit(requests)) as stream:
             async for _ in stream:
                 pass
 
@@ -222,9 +221,7 @@ class AsyncEngine(EngineClientBase):
         """Compute a prompt, and keep its full blocks cached for `ttl` seconds. See `LLM.pin`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         request = self._pin_request(parsed, ttl, lora_request)
-        with closing(self.submit([request])) as stream:
-            async for _ in stream:
-                pass
+        await self._run([request])
         return self._pin_of(request)
 
     def request(  # noqa: PLR0913

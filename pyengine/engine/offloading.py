@@ -186,7 +186,7 @@ class _Load:
 
 
 class _Keys(NamedTuple):
-    """What entries of a store are found by, for one version of the weights."""
+    """The keys of a store's entries, for one version of the weights."""
 
     version: int
     fingerprints: tuple[bytes, ...]

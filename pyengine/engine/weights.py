@@ -29,7 +29,7 @@ ASLEEP: dict[int, frozenset[str]] = {
     1: frozenset({"kv_cache"}),
     2: frozenset({"kv_cache", "weights"}),
 }
-"""What an engine drops at each level of sleep."""
+"""The parts that an engine drops at each level of sleep."""
 
 _Properties: TypeAlias = tuple[tuple[str, bytes], ...]
 

@@ -54,7 +54,7 @@ class StrippedThinking:
 
 
 class BlockSpace(TypedDict):
-    """What the blocks of a prompt are cached under: see `BlockManager.sequence`."""
+    """The namespace of a prompt's blocks, and its switch: see `BlockManager.sequence`."""
 
     namespace: bytes
     switch: tuple[int, bytes] | None
@@ -79,7 +79,7 @@ class Prompt:
 
     @property
     def space(self) -> BlockSpace:
-        """What its blocks are cached under."""
+        """The namespace of its blocks, and its switch."""
         return {"namespace": self.namespace, "switch": self.switch}
 
 

@@ -172,7 +172,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class PromptResults:
-    """What a request wants of its prompt's tokens.
+    """The results that a request wants for its prompt's tokens.
 
     `scores` is the source of their log-probabilities, `states` receives their hidden states; None
     if not wanted. `max_chunk` are the most tokens of all prompts with such a bound that a step

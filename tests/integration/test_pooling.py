@@ -141,7 +141,7 @@ def test_a_prompt_is_cut_to_its_end(llm: LLM) -> None:
 
 def test_scores_are_cosines(llm: LLM, states: Any) -> None:
     units = [pooled(states(prompt), "last") for prompt in PROMPTS]
-    scores = [one.outputs.score for one in llm.score(PROMPTS[0], PROMPTS, use_tqdm=False)]
+    scores = [each.outputs.score for each in llm.score(PROMPTS[0], PROMPTS, use_tqdm=False)]
     assert np.allclose(scores, [units[0] @ unit for unit in units], atol=1e-5)
     pairs = llm.score(PROMPTS[:2], PROMPTS[1:3], use_tqdm=False)
     assert np.allclose(
@@ -233,7 +233,9 @@ def test_classes_are_those_of_transformers(tmp_path: Path, family: str, labels: 
         if labels == 1:
             pairs = llm.score(PROMPTS[0], PROMPTS[1:3], use_tqdm=False)
             whole = llm.classify([PROMPTS[0] + other for other in PROMPTS[1:3]], use_tqdm=False)
-            assert [pair.outputs.score for pair in pairs] == [one.outputs.probs[0] for one in whole]
+            assert [pair.outputs.score for pair in pairs] == [
+                each.outputs.probs[0] for each in whole
+            ]
         else:
             with pytest.raises(InvalidRequestError, match=f"{labels} labels"):
                 llm.score(PROMPTS[0], PROMPTS)
@@ -353,11 +355,11 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, mode: str
     wanted = model.encode(texts)
     with open_llm(tmp_path, num_blocks=128) as llm:
         for _ in range(2):
-            vectors = [one.outputs.embedding for one in llm.embed(texts, use_tqdm=False)]
+            vectors = [each.outputs.embedding for each in llm.embed(texts, use_tqdm=False)]
             assert np.abs(np.array(vectors) - wanted).max() < 1e-4
         short = llm.embed(texts, PoolingParams(dimensions=64), use_tqdm=False)
         cut = model.encode(texts, truncate_dim=64, normalize_embeddings=True)
-        assert np.abs(np.array([one.outputs.embedding for one in short]) - cut).max() < 1e-4
+        assert np.abs(np.array([each.outputs.embedding for each in short]) - cut).max() < 1e-4
 
 
 # ---- hidden states as an output

@@ -104,7 +104,7 @@ def table_of(
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """What a new decoder shares with a `decoder` of the same spec and kernels.
+    """The parts that a new decoder shares with a `decoder` of the same spec and kernels.
 
     `layers` are the numbers of layers; with `outside`, what is outside of them, too.
     """

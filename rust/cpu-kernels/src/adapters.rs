@@ -25,7 +25,8 @@ const LANES: usize = 16;
 
 /// A and B of all slots.
 ///
-/// A is transposed: `[num_slots, in_features, num_parts * lanes]`. So is B, which is scaled: `[num_slots, rank,
+/// A is transposed: `[num_slots, in_features, num_parts * lanes]`, with as many lanes as ranks, rounded up to a multiple
+/// of 16. So is B, which is scaled: `[num_slots, rank,
 /// out_features]`.
 #[derive(Clone, Copy, Debug)]
 pub enum AdapterMatrices<'a> {
@@ -49,13 +50,16 @@ trait Packed: Copy + Sync {
         factors: &[&[f32]; T],
         at: usize,
     );
-    /// The same for their first numbers alone.
+    /// The same for their first numbers alone, where elements have more.
+    #[inline(always)]
     fn multiply_add_first<V: Vector<16>, const T: usize, const C: usize>(
         sums: &mut [[V; C]; T],
         elements: &[&[Self; LANES]; C],
         factors: &[&[f32]; T],
         at: usize,
-    );
+    ) {
+        Self::multiply_add(sums, elements, factors, at);
+    }
 }
 
 impl Packed for f32 {
@@ -80,16 +84,6 @@ impl Packed for f32 {
                 *sum = lanes.multiply_add(factor, *sum);
             }
         }
-    }
-
-    #[inline(always)]
-    fn multiply_add_first<V: Vector<16>, const T: usize, const C: usize>(
-        sums: &mut [[V; C]; T],
-        elements: &[&[f32; LANES]; C],
-        factors: &[&[f32]; T],
-        at: usize,
-    ) {
-        Self::multiply_add(sums, elements, factors, at);
     }
 }
 
@@ -158,8 +152,6 @@ pub struct Adapters<'a> {
     pub ends: &'a [i64],
     /// The most rows of A of a part.
     pub rank: usize,
-    /// Rows of A of a part in memory: `rank`, rounded up to a multiple of 16.
-    pub lanes: usize,
     /// Length of a row of the input.
     pub in_features: usize,
 }
@@ -247,6 +239,11 @@ impl Attention {
 }
 
 impl<'a> Adapters<'a> {
+    /// Rows of A of a part in memory.
+    fn lanes(&self) -> usize {
+        self.rank.next_multiple_of(LANES)
+    }
+
     /// Checks the arrays; the number of outputs.
     fn check<P: Packed>(&self, (down, up): (&[P], &[P])) -> Result<usize, Error> {
         let parts = self.ends.len();
@@ -261,9 +258,7 @@ impl<'a> Adapters<'a> {
             above_zero("the outputs of a part", next.saturating_sub(end))?;
             end = next;
         }
-        let lanes = self.rank.next_multiple_of(LANES);
-        same_length("a part of down", lanes, self.lanes)?;
-        let rows = CacheShape::elements(parts, lanes, num_slots)?;
+        let rows = CacheShape::elements(parts, self.lanes(), num_slots)?;
         let inputs = self.in_features.div_ceil(P::COUNT);
         same_length("down", CacheShape::elements(1, rows, inputs)?, down.len())?;
         let ranks = self.rank.div_ceil(P::COUNT);
@@ -290,7 +285,7 @@ impl<'a> Adapters<'a> {
         'a: 'm,
     {
         let parts = self.ends.len();
-        let width = parts * self.lanes;
+        let width = parts * self.lanes();
         let inputs = width * self.in_features.div_ceil(P::COUNT);
         let ranks = self.rank.div_ceil(P::COUNT) * outputs;
         Adapter {

@@ -39,13 +39,13 @@ fn add_adapters(
     ends: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let others = [slots, ranks, ends];
-    match is_of::<u32>(down) {
-        true => by_float!(rows, with_halves(py, threads, rows, out, down, up, others)),
-        false => by_float!(rows, with_floats(py, threads, rows, out, down, up, others)),
-    }
+    by_float!(
+        rows,
+        add_adapters_as(py, threads, rows, out, down, up, others)
+    )
 }
 
-fn with_floats<T: Element + cpu_kernels::Element>(
+fn add_adapters_as<T: Element + cpu_kernels::Element>(
     py: Python<'_>,
     threads: &CpuAttention,
     numbers: &Bound<'_, PyAny>,
@@ -54,24 +54,15 @@ fn with_floats<T: Element + cpu_kernels::Element>(
     up: &Bound<'_, PyAny>,
     others: [&Bound<'_, PyAny>; 3],
 ) -> PyResult<()> {
+    if is_of::<u32>(down) {
+        let (down, up) = (array::<u32>("down", down, 4)?, array::<u32>("up", up, 3)?);
+        let matrices = AdapterMatrices::Halves(shared_slice(&down), shared_slice(&up));
+        let shape = (down.shape(), 2 * up.shape()[1], 2);
+        return add::<T>(py, threads, numbers, out, matrices, shape, others);
+    }
     let (down, up) = (array::<f32>("down", down, 4)?, array::<f32>("up", up, 3)?);
     let matrices = AdapterMatrices::Floats(shared_slice(&down), shared_slice(&up));
     let shape = (down.shape(), up.shape()[1], 1);
-    add::<T>(py, threads, numbers, out, matrices, shape, others)
-}
-
-fn with_halves<T: Element + cpu_kernels::Element>(
-    py: Python<'_>,
-    threads: &CpuAttention,
-    numbers: &Bound<'_, PyAny>,
-    out: &Bound<'_, PyAny>,
-    down: &Bound<'_, PyAny>,
-    up: &Bound<'_, PyAny>,
-    others: [&Bound<'_, PyAny>; 3],
-) -> PyResult<()> {
-    let (down, up) = (array::<u32>("down", down, 4)?, array::<u32>("up", up, 3)?);
-    let matrices = AdapterMatrices::Halves(shared_slice(&down), shared_slice(&up));
-    let shape = (down.shape(), 2 * up.shape()[1], 2);
     add::<T>(py, threads, numbers, out, matrices, shape, others)
 }
 
@@ -108,7 +99,6 @@ fn add<T: Element + cpu_kernels::Element>(
         ranks: shared_slice(&ranks),
         ends: shared_slice(&ends),
         rank,
-        lanes: shape[3],
         in_features,
     };
     let attention = threads.attention()?;
